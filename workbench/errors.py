@@ -1,0 +1,144 @@
+"""Errors: every exception that Workbench raises on purpose, in one tree.
+
+    WorkbenchError                      exit_code 1
+    ├── SetupError                      the machine or the recipe cannot run this; exit_code 2
+    │   ├── RecipeError                 a recipe key, value or combination is wrong
+    │   ├── ModelMissing                no model at the path or under the name
+    │   └── ProbeFailed                 the engine does not give what capture needs
+    ├── WireError (also ValueError)     a record, digest, extras tree or envelope breaks the wire contract
+    │   └── FingerprintError            an item cannot be fingerprinted
+    ├── CaptureError                    capture was asked for something it must refuse
+    │   └── SpliceError                 no unique boundary: the child's prompt cannot be built
+    ├── LedgerError
+    │   ├── LedgerConflict              a different row for a call that is already recorded
+    │   ├── LedgerCorrupt               a broken line before others
+    │   └── RolloutFrozen               a call after freeze
+    ├── StagingError                    a staged row is missing, unreadable or not what was asked for
+    ├── ReceiptRejected                 a rollout does not verify; carries cause, call_id, position
+    ├── FinalizerError
+    ├── TrainerError
+    │   └── WeightSyncError             sampler and trainer disagree after new weights, or the sync failed
+    ├── GatewayError                    the gateway did not answer, or answered with a failure
+    ├── DeadlineExceeded                a wait ran out; names what was waited for
+    ├── ComponentDied                   a process or actor is gone; names it and what was in flight
+    └── RunStoreError                   a stored run is missing, damaged or being written by somebody else
+
+A bad rollout is data, not a crash: only `ReceiptRejected` and `StagingError` describe one, and both carry a `Cause`.
+"""
+
+from __future__ import annotations
+
+
+class WorkbenchError(Exception):
+    """Base of all deliberate errors. `exit_code` is what the command line returns for it."""
+
+    exit_code = 1
+
+
+class SetupError(WorkbenchError):
+    """This machine or configuration cannot run what was asked; nothing heavy was started."""
+
+    exit_code = 2
+
+
+class RecipeError(SetupError):
+    """A recipe key, value or combination is wrong. The message names the key path and the allowed values."""
+
+
+class ModelMissing(SetupError):
+    """No model under this name or path."""
+
+
+class ProbeFailed(SetupError):
+    """The start-up conversation did not come back with exact ids, log-probs and a clean splice."""
+
+
+class WireError(WorkbenchError, ValueError):
+    """A record, digest, extras tree or routes envelope breaks the wire contract."""
+
+
+class FingerprintError(WireError):
+    """A conversation item is not something that has a fingerprint."""
+
+
+class CaptureError(WorkbenchError):
+    """The capture core was asked for something it must refuse (a second `begin` of a call, a wrong prefix)."""
+
+
+class SpliceError(CaptureError):
+    """The child's prompt cannot be built from the parent's ids: the template shows no unique boundary."""
+
+
+class LedgerError(WorkbenchError):
+    """The custody ledger cannot do what was asked."""
+
+
+class LedgerConflict(LedgerError):
+    """A different row for a call that is already recorded."""
+
+
+class LedgerCorrupt(LedgerError):
+    """A ledger line that cannot be read stands before others."""
+
+
+class RolloutFrozen(LedgerError):
+    """A new call for a rollout whose trajectory is already closed."""
+
+
+class StagingError(WorkbenchError):
+    """A staged row is missing, unreadable or not the one asked for.
+
+    `cause` is a `workbench.wire.Cause` value (a string enum), `key` the staging key.
+    """
+
+    def __init__(self, message: str, *, cause: str, key: str | None = None) -> None:
+        super().__init__(message)
+        self.cause = cause
+        self.key = key
+
+
+class ReceiptRejected(WorkbenchError):
+    """A rollout does not verify.
+
+    `cause` is a `workbench.wire.Cause` value, `call_id` the model call and `position` the token position in the
+    call's delta (or None where there is none), `detail` one sentence for the reader.
+    """
+
+    def __init__(
+        self, cause: str, *, call_id: str | None = None, position: int | None = None, detail: str = ""
+    ) -> None:
+        place = f" at call {call_id}" if call_id else ""
+        place += f", token {position}" if position is not None else ""
+        super().__init__(f"{cause}{place}" + (f": {detail}" if detail else ""))
+        self.cause = cause
+        self.call_id = call_id
+        self.position = position
+        self.detail = detail
+
+
+class FinalizerError(WorkbenchError):
+    """A group could not be finalised; names the group."""
+
+
+class TrainerError(WorkbenchError):
+    """A training step could not be taken; names the step."""
+
+
+class WeightSyncError(TrainerError):
+    """New weights did not reach a worker, or sampler and trainer disagree on the fixed prompt afterwards."""
+
+
+class GatewayError(WorkbenchError):
+    """The gateway did not answer, or answered with a failure."""
+
+
+class DeadlineExceeded(WorkbenchError):
+    """A wait ran out. The message names what was waited for, for how long, and what to look at."""
+
+
+class ComponentDied(WorkbenchError):
+    """A process or actor is gone. The message names it and what was in flight."""
+
+
+class RunStoreError(WorkbenchError):
+    """A stored run is missing, damaged or being written by somebody else."""
