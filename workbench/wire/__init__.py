@@ -1,0 +1,43 @@
+"""Wire: the contract that ledgers, staged calls and receipts are read and written by, here and elsewhere.
+
+Pure functions and frozen records; numpy and pydantic are the only dependencies. See each module's head:
+`records`, `digests`, `encoding`, `extras`, `fingerprints`, `routes`, `causes`.
+"""
+
+from workbench.wire.causes import Cause
+from workbench.wire.digests import DIGEST_VERSION, SCHEMA_VERSION, chain_hash, hash_token_ids, staged_call_digest
+from workbench.wire.extras import EMPTY_EXTRAS_DIGEST, EXTRAS_DIGEST_VERSION, extras_digest
+from workbench.wire.records import (
+    CallRecord,
+    CaptureAdmission,
+    CommitCoords,
+    ManifestFailure,
+    RolloutCommit,
+    RolloutManifest,
+    RolloutReceipt,
+    StagedCall,
+    check_rollout_id,
+    staging_key,
+)
+
+__all__ = [
+    "DIGEST_VERSION",
+    "EMPTY_EXTRAS_DIGEST",
+    "EXTRAS_DIGEST_VERSION",
+    "SCHEMA_VERSION",
+    "CallRecord",
+    "CaptureAdmission",
+    "Cause",
+    "CommitCoords",
+    "ManifestFailure",
+    "RolloutCommit",
+    "RolloutManifest",
+    "RolloutReceipt",
+    "StagedCall",
+    "chain_hash",
+    "check_rollout_id",
+    "extras_digest",
+    "hash_token_ids",
+    "staged_call_digest",
+    "staging_key",
+]
