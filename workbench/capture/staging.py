@@ -4,8 +4,8 @@
 
 A row is few columns, because every column costs at put and get: `token_ids` int64[T] (the bits of the wire's uint64),
 `logprobs` float32[G] (the G generated tokens; a carry's are 0 by contract), `meta` uint8[...] (JSON of the
-other fields) and, where the call has routed experts, `routes` [T, layers, topk] in its wire dtype. Tags are `rollout_id` and
-`weight_version`, nothing else, and prove nothing.
+other fields) and, where the call has routed experts, `routes` [T, layers, topk] in its wire dtype. Tags are
+`rollout_id` and `weight_version`, nothing else, and prove nothing.
 Invariants: `unpack(pack(call)) == call`, bit for bit; a staged call is acknowledged by the storage unit when `stage`
 returns; `fetch` answers for every key that was asked, in order, and a row it answers with is the one asked for.
 Not here: whether the digests are right (`workbench.finalizer.verify`): a changed token comes through and fails there.
