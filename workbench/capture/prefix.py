@@ -23,7 +23,7 @@ from workbench.wire import CaptureAdmission, Cause, CommitCoords, StagedCall, ch
 class Remembered:
     """The sequence up to the end of one call, with the hashes it was staged under."""
 
-    ids_T: np.ndarray
+    ids: np.ndarray
     chain_hash: str
     cumulative_hash: str
 
@@ -56,24 +56,24 @@ class PrefixStore:
 
         Raises `StagingError` (with cause and key) when they cannot be had, or are not those the admission names.
         """
-        if admission.required_prefix_token_ids is not None:
+        if admission.required_prefix_token_ids:
             return self._checked_length(np.array(admission.required_prefix_token_ids, dtype=np.uint32), admission)
         entry = self._entries.get(admission.parent_call_id or "")
         if entry is not None and self._proves(entry, admission):
             self._entries.move_to_end(admission.parent_call_id or "")
             self.hits += 1
-            return entry.ids_T
+            return entry.ids
         return await self._fetch(admission)
 
     def _proves(self, entry: Remembered, admission: CaptureAdmission) -> bool:
         return (
             entry.chain_hash == admission.parent_chain_hash
-            and len(entry.ids_T) == admission.prev_len
-            and hash_token_ids(entry.ids_T) == entry.cumulative_hash
+            and len(entry.ids) == admission.prev_len
+            and hash_token_ids(entry.ids) == entry.cumulative_hash
         )
 
     async def _fetch(self, admission: CaptureAdmission) -> np.ndarray:
-        keys = list(admission.staging_chain or ())
+        keys = admission.staging_chain
         where = f"{admission.rollout_id}/{admission.model_call_id}"
         if self._source is None or not keys:
             raise StagingError(
@@ -120,8 +120,8 @@ class PrefixStore:
 
     def _keep(self, call_id: str, entry: Remembered) -> None:
         old = self._entries.pop(call_id, None)
-        self.bytes_held += entry.ids_T.nbytes - (old.ids_T.nbytes if old is not None else 0)
+        self.bytes_held += entry.ids.nbytes - (old.ids.nbytes if old is not None else 0)
         self._entries[call_id] = entry
         while self.bytes_held > self._capacity_bytes and self._entries:
             _, gone = self._entries.popitem(last=False)
-            self.bytes_held -= gone.ids_T.nbytes
+            self.bytes_held -= gone.ids.nbytes

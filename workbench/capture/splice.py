@@ -5,9 +5,9 @@
     parent's cumulative ids (prefix) + tail ids ────────────────────────────────▶ what this call runs
 
 Invariant: prompt_ids[:prev_len] equals the parent's cumulative ids; ids are never rebuilt from the text of a sampled
-turn. The end of a turn stands once: if the model sampled it, the tail starts after it; if the turn was cut (length, stop
-string), the template's own end of turn belongs to the tail. Where the template shows no unique boundary the call is not
-captured (`splice_boundary`) and the agent gets the plain rendering: never a guess.
+turn. The end of a turn stands once: if the model sampled it, the tail starts after it; if the turn was cut (length,
+stop string), the template's own end of turn belongs to the tail. Where the template shows no unique boundary the call
+is not captured (`splice_boundary`) and the agent gets the plain rendering: never a guess.
 Not here: finding the parent (ledger), its ids (prefix), collecting what was sampled (engine).
 """
 
@@ -25,7 +25,7 @@ import orjson
 
 from workbench.capture.prefix import PrefixStore
 from workbench.capture.transport import TaggedCall, current_call
-from workbench.errors import SpliceError, StagingError
+from workbench.errors import SpliceError, StagingError, WorkbenchError
 from workbench.wire import Cause
 
 Messages = list[dict[str, Any]]
@@ -108,14 +108,16 @@ class TurnBoundary:
     def tail_after_call(self, after: str, closing: str, last_id: int) -> tuple[str, int | None]:
         """The same for a turn that ends in a tool call; `closing` is what closes that turn when nothing follows it.
 
-        The rest of the call (quotes, braces) was sampled by the model, so the tail begins at the end of turn, which must
-        stand in `closing`. Raises `SpliceError` when it does not.
+        The rest of the call (quotes, braces) was sampled by the model, so the tail begins at the end of turn, which
+        must stand in `closing`. Raises `SpliceError` when it does not.
         """
         end = self._added.get(last_id)
         sampled = end is not None and end in closing
         marker = end if sampled else next((text for text in self._stop_texts if text in closing), None)
         if marker is None:
-            raise SpliceError(f"The template ends a tool-call turn with {closing[-40:]!r}, which has no end-of-turn token.")
+            raise SpliceError(
+                f"The template ends a tool-call turn with {closing[-40:]!r}, without an end-of-turn token."
+            )
         start = closing.index(marker)
         upto = start + len(marker)
         if after[:upto] != closing[:upto]:
@@ -176,7 +178,7 @@ class Splicer:
         originals = copy.deepcopy(messages)
         conversation, plain = await render(messages, params)
         try:
-            prefix = call.prefix_token_ids_T = await self._prefixes.resolve(call.admission)
+            prefix = call.prefix_token_ids = await self._prefixes.resolve(call.admission)
             if plain.get("multi_modal_data") is not None:
                 raise SpliceError("The prompt carries images or audio; only text conversations can be spliced.")
             tail = await self._tail(originals, params, render, int(prefix[-1]))
@@ -184,6 +186,9 @@ class Splicer:
             call.failure = (Cause.SPLICE_BOUNDARY, str(error))
         except StagingError as error:
             call.failure = (Cause(error.cause), str(error))
+        except WorkbenchError as error:
+            # The staging store as a whole is away; the agent is served all the same.
+            call.failure = (Cause.MISSING_STAGING_ROW, str(error))
         else:
             return conversation, {"prompt_token_ids": [*prefix.tolist(), *tail]}
         return conversation, plain

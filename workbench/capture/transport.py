@@ -12,8 +12,6 @@ Not here: what a staged call is (core), where its prompt comes from (splice), ho
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import hmac
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -37,18 +35,11 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
-def encode_admission(admission: CaptureAdmission) -> str:
-    """The header value: base64url of the admission's JSON, without padding."""
-    raw = orjson.dumps(admission.model_dump(mode="json"))
-    return base64.urlsafe_b64encode(raw).rstrip(b"=").decode("ascii")
-
-
 def decode_admission(header: str) -> CaptureAdmission:
-    """Inverse of `encode_admission`. Raises `WireError` when the header is not a valid admission."""
+    """Read the admission header. Raises `WireError` when it is not the header form of a valid admission."""
     try:
-        raw = base64.b64decode(header + "=" * (-len(header) % 4), altchars=b"-_", validate=True)
-        return CaptureAdmission.model_validate(orjson.loads(raw))
-    except (binascii.Error, ValueError, ValidationError) as error:
+        return CaptureAdmission.from_header(header)
+    except (WireError, ValidationError) as error:
         raise WireError(f"Header {ADMISSION_HEADER} is not an encoded admission: {error}") from error
 
 
@@ -57,8 +48,8 @@ class TaggedCall:
     """One admitted request on its way through the worker. Written by the renderer hook and the engine wrapper."""
 
     admission: CaptureAdmission
-    prefix_token_ids_T: np.ndarray | None = None
-    """The parent's cumulative ids once they are resolved; None for a root, or when they could not be had."""
+    prefix_token_ids: np.ndarray | None = None
+    """The parent's cumulative ids, uint32[prev_len]; None for a root, or while they could not be had."""
     failure: tuple[Cause, str] | None = None
     """Why this call cannot be captured although the agent is served; None while it still can."""
     taken: bool = False
@@ -108,7 +99,7 @@ class CallBoard:
         call.settled.set()
 
     async def answer(self, call_id: str, timeout_s: float) -> dict[str, Any] | None:
-        """The coordinates message of a call, waiting up to `timeout_s` while it is in flight; None when there is none."""
+        """The coordinates message of a call, waiting up to `timeout_s` while it runs; None when there is none."""
         live = self._live.get(call_id)
         if live is not None:
             try:
