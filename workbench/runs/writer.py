@@ -95,8 +95,8 @@ def write_lines(path: Path, rows: Sequence[Any]) -> None:
 class RunWriter:
     """Appends a campaign's events, steps and groups, and replaces its status; safe to call from several threads.
 
-    Opening a run that exists continues it; a run that somebody else has open raises RunStoreError. A torn last line (a process killed in mid-append) is cut off first, so that
-    the next line is not glued to it.
+    Opening a run that exists continues it; a run that somebody else has open raises RunStoreError. A torn
+    last line (a process killed in mid-append) is cut off first, so that the next line is not glued to it.
     """
 
     FILES = ("events", "steps", "groups")
@@ -131,9 +131,7 @@ class RunWriter:
         line = dumps(dict(row)) + b"\n"
         with self._lock:
             if self._closed:
-                raise RunStoreError(
-                    f"run {self.run_dir} is closed; the {name} line {line[:120]!r} was not written"
-                )
+                raise RunStoreError(f"run {self.run_dir} is closed; the {name} line {line[:120]!r} was not written")
             self._files[name].write(line)
 
     def event(self, kind: str, **fields: Any) -> None:
