@@ -109,12 +109,12 @@ def loss_metrics(
     With d = trainer - sampler over masked-in tokens: token_mult_prob_error = mean exp|d|, gen_kl_error = mean
     (exp(d) - 1 - d), policy_kl_error the same of -d, mean/max_abs_logprob_delta of |d|; probs_ratio* of exp(trainer -
     base); clip_fraction: tokens whose ratio was clipped *and* whose gradient that removed; approx_entropy = -mean of
-    the trainer's log-probs. A value is None where there is no token to speak of; `tokens` and `valid_row_rate` are 0.
+    the trainer's log-probs. A value is None where there is no token to speak of; counts and rates are then 0.
     """
     mask = mask.bool()
     rows = mask.reshape(mask.shape[0], -1).any(-1) if mask.dim() > 1 else mask
     out: dict[str, Any] = {
-        "tokens": int(mask.sum()),
+        "sampled_tokens": int(mask.sum()),
         "valid_row_rate": float(rows.float().mean()) if rows.numel() else 0.0,
     }
     advantage = advantages.unsqueeze(-1) if advantages.dim() < mask.dim() else advantages
