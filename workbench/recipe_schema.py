@@ -95,7 +95,7 @@ class DataPlane(Section):
     storage_units: Positive = 2
     """TransferQueue storage actors. Each needs one logical CPU of Ray, and the controller one more."""
     send_recv_timeout_s: Seconds = 20.0
-    """One attempt against a storage unit. TransferQueue's own default of 200 s would hide a dead one for ten minutes."""
+    """One attempt against a storage unit. TransferQueue's default, 200 s, hides a dead one for ten minutes."""
     max_attempts: Positive = 2
     """Attempts before a storage unit counts as lost."""
 

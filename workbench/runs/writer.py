@@ -95,8 +95,8 @@ def write_lines(path: Path, rows: Sequence[Any]) -> None:
 class RunWriter:
     """Appends a campaign's events, steps and groups, and replaces its status; safe to call from several threads.
 
-    Opening a run that exists continues it; a run that somebody else has open raises RunStoreError. A torn last line (a process killed in mid-append) is cut off first, so that
-    the next line is not glued to it.
+    Opening a run that exists continues it; a run that somebody else has open raises RunStoreError. A torn
+    last line (a process killed in mid-append) is cut off first, so that the next line is not glued to it.
     """
 
     FILES = ("events", "steps", "groups")
