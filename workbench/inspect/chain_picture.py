@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
+from workbench.inspect.ids import short_id
 from workbench.inspect.layout import Place
 from workbench.inspect.style import (
     CARRY,
@@ -41,7 +42,7 @@ _LEGEND_H = 0.42
 
 _LABELS = {
     "trained": "trained chain",
-    "retry": "retry, same request",
+    "retry": "retry",
     "branch": "side branch",
     "side_root": "conversation of its own",
     "failed": "failed",
@@ -117,17 +118,19 @@ def _draw_head(
 ) -> None:
     row = rows[place.index]
     label = _LABELS.get(row["relation"], row["relation"])
+    if row.get("failure_reason") and place.parent is None:
+        label = "not captured: no place in the tree"
     if place.parent is not None and place.parent in by_index:
         parent = rows[place.parent]
         went_on = by_index[place.parent].row == place.row
-        label = f"{label}, continued" if went_on else f"{label} of #{parent['order']}"
-    colour = TRAINED if row["relation"] == "trained" else REJECTED if row.get("failure") else INK
+        label = f"{label}, continued" if went_on else f"{label} after #{parent['order']}"
+    colour = TRAINED if row["relation"] == "trained" else REJECTED if row.get("failure_reason") else INK
     weight = "bold" if row["relation"] == "trained" else "normal"
     ax.text(spot.x + 0.02, spot.y + _CARD_H + 0.05, label, fontsize=7.6, color=colour, weight=weight, va="bottom")
 
 
 def _draw_card(ax: Axes, row: dict[str, Any], spot: _Spot, scale: int) -> None:
-    trained, failed = row["relation"] == "trained", bool(row.get("failure"))
+    trained, failed = row["relation"] == "trained", bool(row.get("failure_reason"))
     frame = FancyBboxPatch(
         (spot.x, spot.y),
         _CARD_W,
@@ -142,11 +145,11 @@ def _draw_card(ax: Axes, row: dict[str, Any], spot: _Spot, scale: int) -> None:
     ax.add_patch(frame)
     left, right, top = spot.x + 0.08, spot.x + _CARD_W - 0.08, spot.y + _CARD_H - 0.08
     text_colour = INK if trained or failed else "#52606d"
-    title = f"#{row['order']}  {_short(row)}"
+    title = f"#{row['order']}  {short_id(row['model_call_id'], row['rollout_id'])}"
     version = "" if row["weight_version"] is None else f"v{row['weight_version']}"
     side = " · ".join(part for part in (row["mode"], version) if part)
-    ax.text(left, top, title, fontsize=8, weight="bold" if trained else "normal", color=text_colour, va="top", zorder=5)
-    ax.text(right, top, side, fontsize=7, color=text_colour, va="top", ha="right", zorder=5)
+    ax.text(left, top, title, fontsize=7.6, weight="bold" if trained else "normal", color=text_colour, va="top", zorder=5)
+    ax.text(right, top, side, fontsize=6.6, color=text_colour, va="top", ha="right", zorder=5)
     if failed:
         _draw_failure(ax, row, left, top)
         return
@@ -158,8 +161,8 @@ def _draw_card(ax: Axes, row: dict[str, Any], spot: _Spot, scale: int) -> None:
 
 def _draw_bar(ax: Axes, row: dict[str, Any], x: float, y: float, width: float, scale: int) -> None:
     delta = row["delta_len"] or 0
-    sampled = row["sampled"] or 0
-    known = row["sampled"] is not None
+    sampled = row["sampled_tokens"] or 0
+    known = row["sampled_tokens"] is not None
     carry_w = width * (delta - sampled) / scale
     ax.add_patch(Rectangle((x, y), width, 0.07, facecolor="#eef1f4", edgecolor="none", zorder=4))
     carry = Rectangle((x, y), carry_w, 0.07, facecolor=CARRY if known else FAINT, edgecolor=MUTED, lw=0, zorder=4)
@@ -171,7 +174,7 @@ def _draw_bar(ax: Axes, row: dict[str, Any], x: float, y: float, width: float, s
 
 
 def _draw_failure(ax: Axes, row: dict[str, Any], left: float, top: float) -> None:
-    for i, text in enumerate(_wrap(str(row["failure"]), 27)[:2]):
+    for i, text in enumerate(_wrap(str(row["failure_reason"]), 27)[:2]):
         ax.text(left, top - 0.22 - 0.145 * i, text, fontsize=7.2, color=REJECTED, va="top", zorder=5)
     if row.get("detail"):
         detail = str(row["detail"])
@@ -201,16 +204,9 @@ def _draw_legend(ax: Axes, height: float, *, drawn: int, total: int) -> None:
 def _tokens(row: dict[str, Any]) -> str:
     if row["delta_len"] is None:
         return "no tokens recorded"
-    if row["sampled"] is None:
+    if row["sampled_tokens"] is None:
         return f"+{row['delta_len']:,} tokens, {row['cum_len']:,} in all"
-    return f"+{row['delta_len'] - row['sampled']:,} carry  +{row['sampled']:,} sampled"
-
-
-def _short(row: dict[str, Any]) -> str:
-    call_id, rollout_id = str(row["call_id"]), str(row["rollout_id"])
-    if call_id.startswith(rollout_id) and len(call_id) > len(rollout_id):
-        return call_id[len(rollout_id) :].lstrip("-./_") or call_id
-    return call_id if len(call_id) <= 10 else call_id[:8]
+    return f"+{row['delta_len'] - row['sampled_tokens']:,} carry  +{row['sampled_tokens']:,} sampled"
 
 
 def _wrap(text: str, width: int) -> list[str]:

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
 from workbench.inspect.chain_picture import draw_chain
+from workbench.inspect.ids import short_id
 from workbench.inspect.layout import Place, place_calls
 from workbench.inspect.snapshot import StaticView
 
@@ -63,7 +64,7 @@ class PrefixChain(StaticView):
         self.max_rows = max_rows
         self._rows = self.calls.to_dicts()
         self.places: list[Place] = place_calls(
-            [row["call_id"] for row in self._rows],
+            [row["model_call_id"] for row in self._rows],
             [row["parent_call_id"] for row in self._rows],
             [row["relation"] == "trained" for row in self._rows],
             [row["relation"] in ROOTLESS and row["parent_call_id"] is None for row in self._rows],
@@ -83,7 +84,7 @@ class PrefixChain(StaticView):
             if kinds[kind]:
                 parts.append(markup.count(kinds[kind], one, many))
         if chain:
-            sampled = [row["sampled"] for row in chain]
+            sampled = [row["sampled_tokens"] for row in chain]
             known = f" ({sum(sampled):,} sampled)" if all(n is not None for n in sampled) else ""
             parts.append(f"{max(row['cum_len'] for row in chain):,} tokens{known}")
         parts.extend(_verdict(self.rollout))
@@ -120,14 +121,14 @@ class PrefixChain(StaticView):
             text = "–" if value is None else f"{value:,}" if isinstance(value, int) and right else str(value)
             return markup.Cell(text, strong=strong, muted=muted, right=right)
 
-        carry = None if row["sampled"] is None or row["delta_len"] is None else row["delta_len"] - row["sampled"]
+        carry = None if row["sampled_tokens"] is None or row["delta_len"] is None else row["delta_len"] - row["sampled_tokens"]
         return [
             cell(place.row + 1, right=True),
             cell(row["order"], right=True),
-            cell(short_id(row["call_id"], self.rollout_id)),
+            cell(short_id(row["model_call_id"], self.rollout_id)),
             cell(row["mode"]),
             cell(carry, right=True),
-            cell(row["sampled"], right=True),
+            cell(row["sampled_tokens"], right=True),
             cell(row["cum_len"], right=True),
             cell(row["weight_version"], right=True),
             cell(row["finish_reason"]),
@@ -139,18 +140,11 @@ class PrefixChain(StaticView):
 def why(row: dict[str, Any]) -> str:
     """Why a call stands where it stands, one phrase; failures carry their cause and detail."""
     words = RELATION_WORDS.get(row["relation"], row["relation"])
-    if row.get("failure"):
-        words = f"{words}: {row['failure']}"
+    if row.get("failure_reason"):
+        words = f"{words}: {row['failure_reason']}"
         if row.get("detail"):
             words = f"{words} ({row['detail']})"
     return words
-
-
-def short_id(call_id: str, rollout_id: str) -> str:
-    """A call id as short as it stays telling: without its rollout's id, else its first eight characters."""
-    if call_id.startswith(rollout_id) and len(call_id) > len(rollout_id):
-        return call_id[len(rollout_id) :].lstrip("-./_") or call_id
-    return call_id if len(call_id) <= 10 else call_id[:8]
 
 
 def _verdict(rollout: dict[str, Any] | None) -> list[str]:
