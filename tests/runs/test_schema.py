@@ -61,7 +61,5 @@ def test_a_part_with_other_columns_is_refused_and_leaves_nothing(tmp_path):
 
 
 def test_importing_the_schema_imports_neither_pyarrow_nor_polars():
-    code = (
-        "import sys, workbench.runs.schema; sys.exit(bool({'pyarrow', 'polars', 'torch'} & set(sys.modules)))"
-    )
+    code = "import sys, workbench.runs.schema; sys.exit(bool({'pyarrow', 'polars', 'torch'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

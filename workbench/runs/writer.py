@@ -131,9 +131,7 @@ class RunWriter:
         line = dumps(dict(row)) + b"\n"
         with self._lock:
             if self._closed:
-                raise RunStoreError(
-                    f"run {self.run_dir} is closed; the {name} line {line[:120]!r} was not written"
-                )
+                raise RunStoreError(f"run {self.run_dir} is closed; the {name} line {line[:120]!r} was not written")
             self._files[name].write(line)
 
     def event(self, kind: str, **fields: Any) -> None:

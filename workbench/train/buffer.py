@@ -93,9 +93,7 @@ def make_sampler(name: str, max_staleness: int | None = None) -> Sampler:
     """Sampler by name; `windowed` needs `max_staleness`. RecipeError names the choices."""
     if name == "windowed":
         if max_staleness is None:
-            raise RecipeError(
-                "sampler windowed needs train.max_staleness; set it to 0 for on-policy groups only"
-            )
+            raise RecipeError("sampler windowed needs train.max_staleness; set it to 0 for on-policy groups only")
         return windowed(max_staleness)
     known: dict[str, Sampler] = {"in_order": in_order, "weight_fifo": weight_fifo}
     if name not in known:
@@ -109,9 +107,7 @@ class ReplayBuffer:
     `capacity_groups` bounds reserved + ready groups; `sampler` is one of `SAMPLERS`.
     """
 
-    def __init__(
-        self, capacity_groups: int, sampler: str = "in_order", *, max_staleness: int | None = None
-    ) -> None:
+    def __init__(self, capacity_groups: int, sampler: str = "in_order", *, max_staleness: int | None = None) -> None:
         if capacity_groups < 1:
             raise RecipeError(f"the replay buffer needs room for 1 group or more, got {capacity_groups}")
         self.capacity_groups = capacity_groups
@@ -147,9 +143,7 @@ class ReplayBuffer:
         """
         rollouts = tuple(rollout_ids)
         if (state := self.state(group_id)) is not None:
-            raise ReplayBufferError(
-                f"group {group_id} is already {state}; a new attempt needs a new group id"
-            )
+            raise ReplayBufferError(f"group {group_id} is already {state}; a new attempt needs a new group id")
         if not rollouts or len(set(rollouts)) != len(rollouts):
             raise ReplayBufferError(f"group {group_id} needs one distinct id a rollout, got {rollouts}")
         if self.free < 1:

@@ -1,8 +1,8 @@
 """Routes: the envelope in which routed experts ride in a call's extras.
 
     nrlre1:<int8|int16|int32>:<tokens>x<layers>x<topk>:<base64 of little-endian values>
-In: integer arrays [tokens, layers, topk]. Out: the envelope, and back. Row i is the route of token i as input; −1 stands
-where there is none (the last sampled token was never an input).
+In: integer arrays [tokens, layers, topk]. Out: the envelope, and back. Row i is the route of token i as input; −1
+stands where there is none (the last sampled token was never an input).
 Invariant: encoding a decoded envelope gives the same text, because the wire dtype is kept.
 Not here: putting fragments of a chain together (`workbench.finalizer`).
 """

@@ -36,13 +36,16 @@ class AddUp:
 
     async def run(self, client: AsyncOpenAI, model: str, task: Task, rng: random.Random) -> AgentResult:
         messages: list[Message] = [
-            {"role": "system", "content": f"You add numbers. You answer with one line, {LABEL}: N"},
-            {"role": "user", "content": f"What is {task.data['a']} + {task.data['b']}?"},
+            {"role": "system", "content": f"You answer every question with one short line, like this:\n{LABEL}: 7"},
+            {
+                "role": "user",
+                "content": f"What is {task.data['a']} + {task.data['b']}?\nAnswer in the form {LABEL}: 7",
+            },
         ]
         try:
             _, response = await say(client, model, messages)
         except WindowFull as full:
-            return AgentResult(None, messages, error=f"window full: {full}")
+            return AgentResult(None, messages, error=f"the only request was refused: {full}")
         return AgentResult(response, messages)
 
     def reward(self, task: Task, result: AgentResult) -> Reward:

@@ -4,8 +4,8 @@ The agent is an ordinary async function that holds an `openai.AsyncOpenAI` clien
 URL is all it knows of Workbench. It neither sees token ids nor knows that its calls are captured. The controller's
 order is: `task` → `run` → freeze → `reward`, so nothing that happens during scoring can change the trajectory.
 
-A rollout that goes wrong is data: an agent that cannot go on (its window is full) ends with what it has and says why
-in `AgentResult.error`; only faults of the connection are raised. Sampling settings are not the agent's: they belong to
+A rollout that goes wrong is data: an agent whose window is full ends with what it has and says so in
+`AgentResult.ended_early`, and its chain still trains; only faults of the connection are raised. Sampling settings are not the agent's: they belong to
 the recipe, and the gateway refuses others.
 """
 
@@ -38,13 +38,15 @@ class AgentResult:
     """What an agent leaves behind.
 
     `response` is the last served object as JSON, the witness of which call ended the trajectory; None when no call
-    came back. `transcript` holds the messages, the model's answers among them. `error` says why the agent stopped
-    early (None: it didn't). `misbehaved` names the fault it committed on purpose (None: none).
+    came back. `transcript` holds the messages, the model's answers among them. `error` says why the rollout has no
+    vote (None: it has one). `ended_early` says why a valid one stopped before its end (None: it didn't).
+    `misbehaved` names the fault that the agent committed on purpose (None: none).
     """
 
     response: dict[str, Any] | None
     transcript: list[Message]
     error: str | None = None
+    ended_early: str | None = None
     misbehaved: str | None = None
 
 

@@ -18,6 +18,10 @@ from workbench.campaign.environments.base import AgentResult, Message, Reward, T
 from workbench.errors import RecipeError
 
 LABEL = "Guess"
+# A small model copies what it sees: with an example a fifth of its first answers have the form, without one none has,
+# and then there is nothing to reinforce.
+EXAMPLE = f"{LABEL}: 7"
+ASK = f"Answer in the form {EXAMPLE}"
 WEIGHTS = {"form": 0.6, "hints": 0.3, "near": 0.1}
 
 
@@ -43,15 +47,17 @@ class GuessNumber:
 
     async def run(self, client: AsyncOpenAI, model: str, task: Task, rng: random.Random) -> AgentResult:
         messages: list[Message] = [
-            {"role": "system", "content": f"You play a guessing game. You answer with one line, {LABEL}: N"},
-            {"role": "user", "content": f"I think of a number from {self.low} to {self.high}. What is it?"},
+            {"role": "system", "content": f"You answer every question with one short line, like this:\n{EXAMPLE}"},
+            {"role": "user", "content": f"What is my number, from {self.low} to {self.high}?\n{ASK}"},
         ]
         response: dict[str, Any] | None = None
         for turn in range(self.turns):
             try:
                 text, response = await say(client, model, messages)
             except WindowFull as full:
-                return AgentResult(response, messages, error=f"window full: {full}")
+                if response is None:
+                    return AgentResult(None, messages, error=f"the first request was refused: {full}")
+                return AgentResult(response, messages, ended_early=f"window full: {full}")
             number = read_answer(LABEL, text).number
             # One right guess ends the game, but never before the second turn.
             if turn + 1 == self.turns or (number == task.data["secret"] and turn + 1 >= self.min_calls):
@@ -61,10 +67,10 @@ class GuessNumber:
 
     def _hint(self, number: int | None, secret: int) -> str:
         if number is None:
-            return f"Answer with one line, {LABEL}: N"
+            return ASK
         if number == secret:
-            return "Right! Say it once more."
-        return f"{number} is too {'low' if number < secret else 'high'}. Guess again."
+            return f"Right! Say it once more.\n{ASK}"
+        return f"{number} is too {'low' if number < secret else 'high'}. What is my number?\n{ASK}"
 
     def reward(self, task: Task, result: AgentResult) -> Reward:
         """Means over the turns played; an answer outside the range, or none, counts 0 for hints and nearness."""
