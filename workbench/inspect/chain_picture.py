@@ -58,8 +58,11 @@ class _Spot:
     y: float
 
 
-def draw_chain(rows: Sequence[dict[str, Any]], places: Sequence[Place], *, total: int) -> Figure:
-    """The picture of `places`; `total` calls exist, those not drawn are counted in the legend line."""
+def draw_chain(rows: Sequence[dict[str, Any]], places: Sequence[Place], *, total: int, rejected: bool) -> Figure:
+    """The picture of `places`; `total` calls exist, those not drawn are counted in the legend line.
+
+    Of a `rejected` rollout the chain is the one that would have been trained, and is called so.
+    """
     tracks = sorted({(place.column // BAND, place.row) for place in places})
     track_of = {track: i for i, track in enumerate(tracks)}
     bands = len({band for band, _ in tracks})
@@ -87,14 +90,12 @@ def draw_chain(rows: Sequence[dict[str, Any]], places: Sequence[Place], *, total
         track = (place.column // BAND, place.row)
         if track not in heads:
             heads.add(track)
-            _draw_head(ax, rows, place, spots[place.index], by_index)
+            _draw_head(ax, rows, place, spots[place.index], by_index, rejected)
     _draw_legend(ax, height, drawn=len(places), total=total)
     return figure
 
 
-def _draw_link(
-    ax: Axes, rows: Sequence[dict[str, Any]], parent: Place, child: Place, spots: dict[int, _Spot]
-) -> None:
+def _draw_link(ax: Axes, rows: Sequence[dict[str, Any]], parent: Place, child: Place, spots: dict[int, _Spot]) -> None:
     trained = rows[child.index]["relation"] == "trained"
     colour, width, z = (TRAINED, 2.6, 2) if trained else (MUTED, 1.1, 1)
     start, end = spots[parent.index], spots[child.index]
@@ -114,10 +115,17 @@ def _draw_link(
 
 
 def _draw_head(
-    ax: Axes, rows: Sequence[dict[str, Any]], place: Place, spot: _Spot, by_index: dict[int, Place]
+    ax: Axes,
+    rows: Sequence[dict[str, Any]],
+    place: Place,
+    spot: _Spot,
+    by_index: dict[int, Place],
+    rejected: bool,
 ) -> None:
     row = rows[place.index]
     label = _LABELS.get(row["relation"], row["relation"])
+    if rejected and row["relation"] == "trained":
+        label = "terminal chain, rejected"
     if row.get("failure_reason") and place.parent is None:
         label = "not captured: no place in the tree"
     if place.parent is not None and place.parent in by_index:
@@ -148,7 +156,9 @@ def _draw_card(ax: Axes, row: dict[str, Any], spot: _Spot, scale: int) -> None:
     title = f"#{row['order']}  {short_id(row['model_call_id'], row['rollout_id'])}"
     version = "" if row["weight_version"] is None else f"v{row['weight_version']}"
     side = " · ".join(part for part in (row["mode"], version) if part)
-    ax.text(left, top, title, fontsize=7.6, weight="bold" if trained else "normal", color=text_colour, va="top", zorder=5)
+    ax.text(
+        left, top, title, fontsize=7.6, weight="bold" if trained else "normal", color=text_colour, va="top", zorder=5
+    )
     ax.text(right, top, side, fontsize=6.6, color=text_colour, va="top", ha="right", zorder=5)
     if failed:
         _draw_failure(ax, row, left, top)

@@ -22,6 +22,7 @@ from workbench.inspect.style import (
     REJECTED,
     SAMPLED,
     TRAINED,
+    legend_beside_title,
     panels,
     say_nothing_to_show,
     step_ticks,
@@ -54,7 +55,7 @@ class CaptureRate(StaticView):
             f"{valid:,} of {rows:,} rows valid"
         )
 
-    def figure(self) -> Figure:
+    def draw(self) -> Figure:
         figure, (rates, rows) = panels(4.2, rows=2, height_ratios=[1.1, 1])
         steps = self.steps["step"].to_list()
         if not steps:
@@ -69,23 +70,30 @@ class CaptureRate(StaticView):
             rates.plot(steps, values, color=colour, marker=marker, ls=style, lw=1.8, ms=5, label=label)
         rates.set_title("token_in rate: calls that continue an exact recorded prefix")
         rates.set_ylim(-0.04, 1.08)
-        rates.legend(loc="lower right", ncols=2, fontsize=8.5)
+        legend_beside_title(rates)
         step_ticks(rates, steps)
 
         valid = np.array(self.steps["valid"].to_list())
         rejected = np.array(self.steps["rows_seen"].to_list()) - valid
         rows.bar(steps, valid, width=0.62, color=TRAINED, label="valid row")
         rows.bar(
-            steps, rejected, width=0.62, bottom=valid, facecolor="#faf3f6", edgecolor=REJECTED, hatch="////",
-            label="placeholder, no vote", lw=0.8,
+            steps,
+            rejected,
+            width=0.62,
+            bottom=valid,
+            facecolor="#faf3f6",
+            edgecolor=REJECTED,
+            hatch="////",
+            label="placeholder, no vote",
+            lw=0.8,
         )
         for step, ok, bad in zip(steps, valid, rejected, strict=True):
             if len(steps) <= 24:
                 rows.text(step, ok + bad, f"{ok}/{ok + bad}", ha="center", va="bottom", fontsize=7.5)
         rows.set_title("training rows")
         rows.set_xlabel("optimiser step")
-        rows.set_ylim(0, max(1, int((valid + rejected).max())) * 1.28)
-        rows.legend(loc="upper right", ncols=2, fontsize=8.5)
+        rows.set_ylim(0, max(1, int((valid + rejected).max())) * 1.18)
+        legend_beside_title(rows)
         step_ticks(rows, steps)
         return figure
 
@@ -133,7 +141,7 @@ class RewardCurve(StaticView):
             f"{last:.3f} at the last · {self.rollouts.height:,} valid rollouts"
         )
 
-    def figure(self) -> Figure:
+    def draw(self) -> Figure:
         figure, (ax,) = panels(3.1)
         steps = self.steps["step"].to_list()
         if not steps:
@@ -146,20 +154,29 @@ class RewardCurve(StaticView):
         base = np.repeat(steps, self.steps["rows"].to_list())
         ax.fill_between(steps, mean - std, mean + std, color=FAINT, alpha=0.35, lw=0, label="± one std")
         ax.scatter(
-            base + np.array(xs), self.rollouts["reward"].to_numpy(), s=13, facecolor="none", edgecolor=MUTED, lw=0.7,
+            base + np.array(xs),
+            self.rollouts["reward"].to_numpy(),
+            s=13,
+            facecolor="none",
+            edgecolor=MUTED,
+            lw=0.7,
             label="one rollout",
         )
         ax.plot(steps, mean, color=TRAINED, marker="o", lw=2.2, ms=5.5, label="mean of valid rows")
         for step, value in ((steps[0], mean[0]), (steps[-1], mean[-1])):
             ax.annotate(
-                f"{value:.3f}", (step, value), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=8.5,
-                weight="bold", color=INK,
+                f"{value:.3f}",
+                (step, value),
+                xytext=(0, 8),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8.5,
+                weight="bold",
+                color=INK,
             )
         ax.set_title("reward")
         ax.set_xlabel("optimiser step")
-        ax.legend(loc="upper left", ncols=3, fontsize=8.5)
-        low, high = ax.get_ylim()
-        ax.set_ylim(low, high + 0.2 * (high - low))
+        legend_beside_title(ax)
         step_ticks(ax, steps)
         return figure
 

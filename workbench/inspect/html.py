@@ -64,5 +64,5 @@ def block(*parts: str) -> str:
 
 
 def count(number: int, singular: str, plural: str | None = None) -> str:
-    """"1 call", "1,204 calls"."""
+    """ "1 call", "1,204 calls"."""
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"

@@ -14,11 +14,20 @@ from typing import Any
 import numpy as np
 import polars as pl
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
 from workbench.inspect.snapshot import StaticView
-from workbench.inspect.style import MARKERS, SAMPLED, SERIES, TRAINED, panels, say_nothing_to_show
+from workbench.inspect.style import (
+    MARKERS,
+    SAMPLED,
+    SERIES,
+    TRAINED,
+    legend_beside_title,
+    panels,
+    say_nothing_to_show,
+)
 from workbench.inspect.text import pieces_of
 from workbench.runs.vocabulary import Vocabulary
 
@@ -107,7 +116,7 @@ class LogprobDelta(StaticView):
             f"max {n.max_abs:.3f} nat · positions {found}"
         )
 
-    def figure(self) -> Figure:
+    def draw(self) -> Figure:
         figure, (spread, place) = panels(3.2, columns=2, width_ratios=[1.15, 1])
         if self.numbers.tokens == 0:
             say_nothing_to_show(spread, "no token has been trained on yet")
@@ -121,47 +130,57 @@ class LogprobDelta(StaticView):
         below = centres < 0
         spread.bar(centres[below], counts[below], width=width, color=TRAINED, label="trainer less likely")
         spread.bar(
-            centres[~below], counts[~below], width=width, color=SAMPLED, hatch="....", edgecolor="white", lw=0,
+            centres[~below],
+            counts[~below],
+            width=width,
+            color=SAMPLED,
+            hatch="....",
+            edgecolor="white",
+            lw=0,
             label="trainer more likely",
         )
         spread.set_yscale("symlog", linthresh=1)
-        spread.set_ylim(0, counts.max() * 6)
+        spread.set_ylim(0, counts.max() * 2)
+        spread.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         spread.axvline(self.numbers.mean, color="black", lw=1.2, ls="--")
-        spread.set_title(f"Δ = trainer − sampler, {self.numbers.tokens:,} tokens")
+        spread.set_title("Δ = trainer − sampler")
         spread.set_xlabel("nat; both ends gather what lies beyond")
         spread.set_ylabel("tokens (log scale)")
-        spread.legend(loc="upper right", fontsize=8)
+        legend_beside_title(spread, 2)
 
-        for k, (version, part) in enumerate(self._by_version()[: len(SERIES)]):
+        lines = [("all", self.tokens)]
+        versions = self.tokens["weight_version"].drop_nulls().unique().sort().to_list()
+        if len(versions) > 1:
+            lines += [(f"v{v}", self.tokens.filter(pl.col("weight_version") == v)) for v in (versions[0], versions[-1])]
+        for k, (label, part) in enumerate(lines):
+            at, mean_abs = self._by_place(part)
             place.plot(
-                part["at"], part["mean_abs"], color=SERIES[k], marker=MARKERS[k], ms=4.5, lw=1.5,
-                label=f"version {'?' if version is None else version}",
+                at,
+                mean_abs,
+                color=SERIES[k],
+                marker=MARKERS[k],
+                ms=4.5,
+                lw=2.2 if k == 0 else 1.3,
+                ls="-" if k == 0 else "--",
+                label=label,
             )
-        place.set_title("mean |Δ| by place in the sampled tokens")
+        place.set_title("mean |Δ| by place")
         place.set_xlabel("sampled token of the row")
         place.set_ylabel("nat")
         place.set_ylim(bottom=0)
-        low, high = place.get_ylim()
-        place.set_ylim(low, high * 1.3)
-        place.legend(loc="upper right", ncols=3, fontsize=8)
+        legend_beside_title(place)
         return figure
 
-    def _by_version(self, bins: int = 8) -> list[tuple[int | None, dict[str, list[float]]]]:
-        """Mean |Δ| in equal ranges of sampled positions, one line a weight version."""
+    def _by_place(self, tokens: pl.DataFrame, bins: int = 8) -> tuple[list[float], list[float]]:
+        """Mean |Δ| in equal ranges of sampled positions: (middle of the range, mean)."""
         last = int(self.tokens["sampled_position"].max() or 0)
         size = max(1, -(-(last + 1) // bins))
         grouped = (
-            self.tokens.with_columns((pl.col("sampled_position") // size).alias("bin"))
-            .group_by("weight_version", "bin")
+            tokens.group_by((pl.col("sampled_position") // size).alias("bin"))
             .agg(pl.col("delta").abs().mean().alias("mean_abs"))
-            .sort("weight_version", "bin")
+            .sort("bin")
         )
-        lines = []
-        for version in grouped["weight_version"].unique().sort().to_list():
-            part = grouped.filter(pl.col("weight_version").eq_missing(version))
-            at = [bin_ * size + (size - 1) / 2 for bin_ in part["bin"].to_list()]
-            lines.append((version, {"at": at, "mean_abs": part["mean_abs"].to_list()}))
-        return lines
+        return [bin_ * size + (size - 1) / 2 for bin_ in grouped["bin"].to_list()], grouped["mean_abs"].to_list()
 
     def html(self) -> str:
         n = self.numbers
@@ -173,7 +192,17 @@ class LogprobDelta(StaticView):
         for version in versions if len(versions) > 1 else []:
             part = self.tokens.filter(pl.col("weight_version").eq_missing(version))
             rows.append(self._numbers_row(f"version {version}", delta_numbers(part["delta"].to_numpy())))
-        header = ("tokens of", "count", "mean Δ", "mean |Δ|", "median", "p99", "max", "token_mult_prob_error", "gen_kl_error")
+        header = (
+            "tokens of",
+            "count",
+            "mean Δ",
+            "mean |Δ|",
+            "median",
+            "p99",
+            "max",
+            "token_mult_prob_error",
+            "gen_kl_error",
+        )
         parts.append(markup.table(header, rows))
         if self.shift:
             parts.append(
@@ -184,7 +213,9 @@ class LogprobDelta(StaticView):
                 )
             )
         parts.append(markup.line(f"The {min(WORST, n.tokens)} largest differences, of {n.tokens:,} tokens"))
-        parts.append(markup.table(("Δ", "sampler", "trainer", "rollout", "position", "token", "before it"), self._worst()))
+        parts.append(
+            markup.table(("Δ", "sampler", "trainer", "rollout", "position", "token", "before it"), self._worst())
+        )
         return markup.block(*parts)
 
     @staticmethod

@@ -39,9 +39,7 @@ class PrefixChain(StaticView):
     left out is said. Raises `RunStoreError` for a rollout without calls.
     """
 
-    def __init__(
-        self, source: Any, rollout_id: str | None = None, *, max_calls: int = 60, max_rows: int = 200
-    ) -> None:
+    def __init__(self, source: Any, rollout_id: str | None = None, *, max_calls: int = 60, max_rows: int = 200) -> None:
         calls: pl.DataFrame = source if isinstance(source, pl.DataFrame) else source.calls
         rollouts: pl.DataFrame | None = None if isinstance(source, pl.DataFrame) else source.rollouts
         if rollout_id is None:
@@ -90,8 +88,9 @@ class PrefixChain(StaticView):
         parts.extend(_verdict(self.rollout))
         return " · ".join(parts)
 
-    def figure(self) -> Figure:
-        return draw_chain(self._rows, self.places[: self.max_calls], total=len(self.places))
+    def draw(self) -> Figure:
+        rejected = self.rollout is not None and bool(self.rollout.get("cause"))
+        return draw_chain(self._rows, self.places[: self.max_calls], total=len(self.places), rejected=rejected)
 
     def html(self) -> str:
         shown = self.places[: self.max_rows]
@@ -121,7 +120,11 @@ class PrefixChain(StaticView):
             text = "–" if value is None else f"{value:,}" if isinstance(value, int) and right else str(value)
             return markup.Cell(text, strong=strong, muted=muted, right=right)
 
-        carry = None if row["sampled_tokens"] is None or row["delta_len"] is None else row["delta_len"] - row["sampled_tokens"]
+        carry = (
+            None
+            if row["sampled_tokens"] is None or row["delta_len"] is None
+            else row["delta_len"] - row["sampled_tokens"]
+        )
         return [
             cell(place.row + 1, right=True),
             cell(row["order"], right=True),

@@ -17,7 +17,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from workbench.inspect.style import DISPLAY_WIDTH_PX, png_bytes
+from workbench.inspect.style import DISPLAY_WIDTH_PX, house_style, png_bytes
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,12 @@ class StaticView:
         raise NotImplementedError
 
     def figure(self) -> Figure | None:
-        """The picture, or None where colour and position carry nothing that the text does not say."""
+        """The picture as a matplotlib figure, or None where it would say nothing that the text does not."""
+        with house_style():
+            return self.draw()
+
+    def draw(self) -> Figure | None:
+        """Draw; called in the house style."""
         return None
 
     def snapshot(self) -> Snapshot:
@@ -66,9 +71,7 @@ class StaticView:
     def __repr__(self) -> str:
         return self.sentence()
 
-    def _repr_mimebundle_(
-        self, include: Any = None, exclude: Any = None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
         data, metadata = self.snapshot().bundle()
         kept = {
             mime: value

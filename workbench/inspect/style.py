@@ -7,7 +7,9 @@ through pyplot: no global state, no back end switched under the reader's feet.
 
 from __future__ import annotations
 
+import contextlib
 import io
+from collections.abc import Iterator
 from typing import Any
 
 import matplotlib as mpl
@@ -54,33 +56,41 @@ _RC: dict[str, Any] = {
 }
 
 
+@contextlib.contextmanager
+def house_style() -> Iterator[None]:
+    """The look, for as long as something is drawn; the reader's own matplotlib settings are left alone."""
+    with mpl.rc_context(_RC):
+        yield
+
+
 def new_figure(height_in: float) -> Figure:
     """An empty figure of notebook width and the given height (inches)."""
-    with mpl.rc_context(_RC):
-        figure = Figure(figsize=(FIGURE_WIDTH_IN, height_in), dpi=DPI, facecolor=PAPER)
-        FigureCanvasAgg(figure)
-        return figure
+    figure = Figure(figsize=(FIGURE_WIDTH_IN, height_in), dpi=DPI, facecolor=PAPER)
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def panels(height_in: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:
     """A figure of `rows` × `columns` panels, axes in reading order, with a quiet horizontal grid."""
-    with mpl.rc_context(_RC):
-        figure = Figure(figsize=(FIGURE_WIDTH_IN, height_in), dpi=DPI, facecolor=PAPER, layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = list(figure.subplots(rows, columns, squeeze=False, gridspec_kw=grid or None).flat)
-        for ax in axes:
-            ax.grid(axis="y", linewidth=0.8)
-            ax.set_axisbelow(True)
-        return figure, axes
+    figure = Figure(figsize=(FIGURE_WIDTH_IN, height_in), dpi=DPI, facecolor=PAPER, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(rows, columns, squeeze=False, gridspec_kw=grid or None).flat)
+    for ax in axes:
+        ax.grid(axis="y", linewidth=0.8)
+        ax.set_axisbelow(True)
+    return figure, axes
+
+
+def legend_beside_title(ax: Axes, columns: int = 3) -> None:
+    """The legend on the title's line, at the right, where it hides no mark."""
+    ax.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=columns, fontsize=8.5, borderaxespad=0.15)
 
 
 def png_bytes(figure: Figure) -> bytes:
     """The figure as PNG without the metadata (software, time) that would change between machines and runs."""
     buffer = io.BytesIO()
-    with mpl.rc_context(_RC):
-        figure.savefig(
-            buffer, format="png", dpi=DPI, metadata={"Software": None}, pil_kwargs={"optimize": True}
-        )
+    with house_style():
+        figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
     return buffer.getvalue()
 
 

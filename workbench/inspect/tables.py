@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import polars as pl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from workbench.inspect import html as markup
 from workbench.inspect.ids import short_id
 from workbench.inspect.snapshot import StaticView
-from workbench.inspect.style import HATCHES, REJECTED, SERIES, panels, say_nothing_to_show
+from workbench.inspect.style import REJECTED, panels, say_nothing_to_show
 from workbench.wire import Cause
 
 
@@ -49,6 +51,7 @@ class PoisonTable(StaticView):
             )
             .sort(["calls", "failure_reason", "detail"], descending=[True, False, False], nulls_last=True)
         )
+        self.last_step: int | None = rollouts["step"].max()
         self.by_step = (
             rejected.drop_nulls("step").group_by("cause", "step").agg(pl.len().cast(pl.Int64).alias("rollouts"))
         )
@@ -65,41 +68,48 @@ class PoisonTable(StaticView):
             f"{markup.count(self.causes.height, 'cause')}, most often {top['cause']} ({top['rollouts']:,})"
         )
 
-    def figure(self) -> Figure | None:
-        names = self.causes["cause"].to_list()
-        figure, (ax,) = panels(1.5 + 0.42 * max(1, min(len(names), 12)))
+    def draw(self) -> Figure:
+        shown = self.causes.head(12)
+        names = shown["cause"].to_list()
+        figure, (matrix, totals) = panels(1.45 + 0.36 * max(1, len(names)), columns=2, width_ratios=[2.1, 1])
         if not names:
-            say_nothing_to_show(ax, self.sentence())
+            say_nothing_to_show(matrix, self.sentence())
+            say_nothing_to_show(totals, "")
             return figure
-        steps = sorted(self.by_step["step"].unique().to_list())
-        count = {(row["cause"], row["step"]): row["rollouts"] for row in self.by_step.to_dicts()}
-        shown = names[:12]
-        ax.grid(axis="x", linewidth=0.8)
-        ax.grid(visible=False, axis="y")
-        if len(steps) <= len(HATCHES):
-            left = [0] * len(shown)
-            for k, step in enumerate(steps):
-                widths = [count.get((name, step), 0) for name in shown]
-                ax.barh(
-                    range(len(shown)), widths, left=left, height=0.6, color=SERIES[k], edgecolor="white",
-                    hatch=HATCHES[k], label=f"step {step}", lw=0.8,
-                )
-                left = [a + b for a, b in zip(left, widths, strict=True)]
-            if len(steps) > 1:
-                ax.legend(loc="lower right", ncols=3, fontsize=8)
-        else:
-            ax.barh(range(len(shown)), self.causes["rollouts"].to_list()[:12], height=0.6, color=REJECTED, hatch="////",
-                    edgecolor="white")
-        totals = self.causes["rollouts"].to_list()[:12]
-        for y, value in enumerate(totals):
-            ax.text(value, y, f"  {value} ({value / self.total:.1%})", va="center", fontsize=8.5)
-        ax.set_yticks(range(len(shown)), shown)
-        ax.set_ylim(len(shown) - 0.5, -0.5)
-        ax.set_xlim(0, max(totals) * 1.22)
-        ax.xaxis.get_major_locator().set_params(integer=True)
-        ax.set_xlabel(f"rejected rollouts, of {self.total:,} finalised")
-        ax.set_title("why rollouts were rejected")
+        self._draw_matrix(matrix, names)
+        counts = shown["rollouts"].to_list()
+        totals.barh(range(len(names)), counts, height=0.62, color=REJECTED, hatch="////", edgecolor="white", lw=0)
+        for y, value in enumerate(counts):
+            totals.text(value, y, f" {value:,} ({value / self.total:.1%})", va="center", fontsize=8.5)
+        totals.grid(visible=False)
+        totals.set_yticks([])
+        totals.set_xticks([])
+        totals.set_ylim(len(names) - 0.5, -0.5)
+        totals.set_xlim(0, max(counts) * 1.6)
+        totals.set_title(f"of {self.total:,} rollouts")
         return figure
+
+    def _draw_matrix(self, ax: Axes, names: list[str]) -> None:
+        """Counts by cause and step; more than 24 steps are gathered into equal ranges."""
+        steps = self.by_step["step"]
+        first, last = int(steps.min() or 0), int(self.last_step or 0)
+        first = min(first, 1)
+        size = max(1, -(-(last - first + 1) // 24))
+        bins = (last - first) // size + 1
+        counts = np.zeros((len(names), bins), dtype=np.int64)
+        for row in self.by_step.to_dicts():
+            if row["cause"] in names:
+                counts[names.index(row["cause"]), (row["step"] - first) // size] += row["rollouts"]
+        ax.imshow(counts, cmap="Purples", vmin=0, vmax=max(1, counts.max()) * 1.6, aspect="auto")
+        for y, x in np.argwhere(counts > 0):
+            ax.text(x, y, f"{counts[y, x]}", ha="center", va="center", fontsize=9, weight="bold")
+        ax.grid(visible=False)
+        ax.set_yticks(range(len(names)), names)
+        labels = [f"{first + size * k}" if size == 1 else f"{first + size * k}–" for k in range(bins)]
+        stride = max(1, -(-bins // 12))
+        ax.set_xticks(range(0, bins, stride), labels[::stride])
+        ax.set_xlabel("optimiser step")
+        ax.set_title("rejected rollouts by cause and step")
 
     def html(self) -> str:
         parts = [markup.line(self.sentence(), strong=True)]
@@ -118,7 +128,9 @@ class PoisonTable(StaticView):
             shown = self.failures.head(30).to_dicts()
             parts.append(markup.table(header, [self._failure_row(row) for row in shown]))
             if self.failures.height > len(shown):
-                parts.append(markup.line(f"Showing {len(shown)} of {self.failures.height:,}; all: .failures", muted=True))
+                parts.append(
+                    markup.line(f"Showing {len(shown)} of {self.failures.height:,}; all: .failures", muted=True)
+                )
         return markup.block(*parts)
 
     def _cause_row(self, row: dict[str, Any]) -> list[markup.Cell | str]:

@@ -77,16 +77,17 @@ class TokenStrip(StaticView):
             parts.append(f"mean |Δ| {float(known.abs().mean() or 0):.4f} nat")
         return " · ".join(parts)
 
-    def figure(self) -> Figure:
+    def draw(self) -> Figure:
         figure, (roles, likely, delta) = panels(2.5, rows=3, height_ratios=[0.34, 1, 1])
         count = self.tokens.height
         x = np.arange(count)
         sampled = self.tokens["sampled"].to_numpy()
-        roles.bar(x[~sampled], 1, width=1.0, color=CARRY, label="carried")
+        roles.bar(x[~sampled], 0.45, width=1.0, color=CARRY, label="carried")
         roles.bar(x[sampled], 1, width=1.0, color=SAMPLED, label="sampled")
         roles.set_yticks([])
         roles.set_xticks([])
         roles.grid(False)
+        roles.set_ylabel("carried ▁\nsampled █", fontsize=8, rotation=0, ha="right", va="center")
         roles.spines["left"].set_visible(False)
         calls = self.tokens["model_call_id"].to_list()
         starts = [i for i in range(count) if i == 0 or calls[i] != calls[i - 1]]
@@ -94,6 +95,7 @@ class TokenStrip(StaticView):
             roles.axvline(at - 0.5, color="black", lw=1.0)
             if len(starts) <= 14:
                 roles.text(at, 1.12, f" call {n + 1}", fontsize=7, va="bottom", transform=roles.get_xaxis_transform())
+        roles.set_ylim(0, 1)
         roles.set_xlim(-0.5, max(1, count) - 0.5)
 
         values = self.tokens["logprob"].to_numpy()
@@ -120,7 +122,9 @@ class TokenStrip(StaticView):
         if self.vocabulary is None:
             parts.append(markup.line("No vocabulary at hand: ids are shown, not text.", muted=True))
         parts.append(f'<div style="{_BODY}">{self._body()}</div>')
-        legend = "Underlined: sampled by the policy (mask 1). Boxed: special tokens. ⟨E2 96⟩: bytes that are no character."
+        legend = (
+            "Underlined: sampled by the policy (mask 1). Boxed: special tokens. ⟨E2 96⟩: bytes that are no character."
+        )
         parts.append(markup.line(legend, muted=True))
         if self.start or self.stop < self.tokens.height:
             parts.append(

@@ -108,7 +108,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         try:
             row = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            raise RunStoreError(f"{path}, line {number} is not JSON ({error}); the lines after it are not read") from error
+            raise RunStoreError(
+                f"{path}, line {number} is not JSON ({error}); the lines after it are not read"
+            ) from error
         if not isinstance(row, dict):
             raise RunStoreError(f"{path}, line {number}: expected an object, got {type(row).__name__}")
         rows.append(row)

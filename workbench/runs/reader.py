@@ -33,7 +33,7 @@ from workbench.wire import RolloutReceipt
 _STATES = {"running": "running", "done": "finished", "failed": "failed", "killed": "interrupted"}
 
 
-def open(path: str | PathLike[str]) -> Run:  # noqa: A001 - the public name is runs.open
+def open(path: str | PathLike[str]) -> Run:
     """The run in a directory. Raises RunStoreError when it holds no run; an unfinished or crashed one opens."""
     directory = Path(path)
     marks = ("status.json", "events.jsonl", "steps.jsonl", "groups.jsonl")

@@ -76,7 +76,9 @@ def call_path_tokens(rollout_id: str, calls: Sequence[dict[str, Any]], call_id: 
         path.append(by_id[at])
         at = by_id[at]["parent_call_id"]
     if at is not None:
-        raise RunStoreError(f"Call {path[-1]['model_call_id']} of rollout {rollout_id} continues {at!r}, which was not staged")
+        raise RunStoreError(
+            f"Call {path[-1]['model_call_id']} of rollout {rollout_id} continues {at!r}, which was not staged"
+        )
     path.reverse()
     ids_T = [i for call in path for i in call["token_ids"]]
     mask_T = np.array([m for call in path for m in call["token_mask"]], dtype=bool)
