@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
-from yaml import YAMLError
 
 from workbench.errors import RecipeError
 from workbench.places import shipped
 from workbench.recipe_schema import MISSING, Recipe
 
-__all__ = ["Recipe", "Resolved", "load_recipe", "resolve_recipe"]
+__all__ = ["Recipe", "Resolved", "describe", "load_recipe", "resolve_recipe"]
 
 SCHEMA = "schema default"
 COMMAND_LINE = "command line"
@@ -89,6 +89,26 @@ def resolve_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> R
     return Resolved(recipe, {key: origins.get(key, SCHEMA) for key, _ in _leaves(recipe.model_dump())})
 
 
+def describe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> str:
+    """The resolved recipe as YAML, each value with its origin behind it."""
+    resolved = resolve_recipe(path_or_name, overrides)
+    lines: list[tuple[str, str]] = []
+    _describe(resolved.recipe.model_dump(), resolved.origins, "", lines)
+    width = max(len(text) for text, _ in lines)
+    return "\n".join(f"{text:<{width}}  # {origin}" if origin else text for text, origin in lines)
+
+
+def _describe(values: Mapping[str, Any], origins: Mapping[str, str], prefix: str, lines: list[tuple[str, str]]) -> None:
+    indent = "  " * prefix.count(".")
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            lines.append((f"{indent}{key}:", ""))
+            _describe(value, origins, f"{prefix}{key}.", lines)
+        else:
+            written = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+            lines.append((f"{indent}{key}: {written}", origins.get(f"{prefix}{key}", SCHEMA)))
+
+
 def _find(path_or_name: str | Path) -> Path:
     """The recipe file meant: an existing path first, else a shipped name with or without `.yaml`."""
     path = Path(path_or_name)
@@ -116,7 +136,7 @@ def _ancestry(path: Path, seen: tuple[Path, ...]) -> list[_Layer]:
         raise RecipeError(f"{path}: defaults: the recipes inherit from each other in a circle: {chain}")
     try:
         values = OmegaConf.load(path)
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise RecipeError(f"{path}: cannot be read as YAML: {_one_line(error)}") from error
     if not isinstance(values, DictConfig):
         raise RecipeError(f"{path}: expected a mapping of sections, got a {type(values).__name__}")
@@ -148,7 +168,7 @@ def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
             raise RecipeError(f"{COMMAND_LINE}: expected key=value, as in train.steps=2; got {override!r}")
         try:
             merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([override]))
-        except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
             raise RecipeError(f"{COMMAND_LINE}: {override!r} cannot be read: {_one_line(error)}") from error
     return merged
 

@@ -22,7 +22,7 @@ def test_events_steps_groups_and_status_are_readable_while_the_run_is_open(tmp_p
         run.step({"step": 1, "loss": np.float32(0.5), "reward_mean": float("nan")})
         run.group({"group_id": "r.0", "rejections": {"corrupt_digest": 1}})
         run.status({"state": "running"})
-        run.status({"step": 1})
+        run.status(step=1)
         assert [e["kind"] for e in lines(run.run_dir / "events.jsonl")] == ["started"]
         assert lines(run.run_dir / "steps.jsonl") == [{"step": 1, "loss": 0.5, "reward_mean": None}]
         status = json.loads((run.run_dir / "status.json").read_text())

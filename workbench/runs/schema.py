@@ -164,7 +164,8 @@ ROLLOUTS = (
     C("duplicate_of", "str", "", "earlier sibling whose row is byte-equal, where there is one"),
 )
 
-ROWS = ROLLOUTS + (
+ROWS = (
+    *ROLLOUTS,
     C("token_ids", "list[u64]", "tokens", "ids_T"),
     C("token_mask", "list[u8]", "", "mask_T: 1 = sampled by the policy"),
     C("logprobs", "list[f32]", "nat", "logprob_T of the sampler; exactly 0 where the mask is 0"),

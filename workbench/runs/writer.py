@@ -41,11 +41,11 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with open(temporary, "wb") as handle:
+        with temporary.open("wb") as handle:
             yield handle
             handle.flush()
             os.fsync(handle.fileno())
-        os.replace(temporary, path)
+        temporary.replace(path)
         _sync_directory(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -111,7 +111,7 @@ class RunWriter:
 
     @staticmethod
     def _open(path: Path) -> IO[bytes]:
-        handle = open(path, "a+b", buffering=0)  # noqa: SIM115 - closed in close()
+        handle = path.open("a+b", buffering=0)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -146,12 +146,12 @@ class RunWriter:
         """Append one finalised group to groups.jsonl (columns of table `groups`; more are kept)."""
         self._append("groups", row)
 
-    def status(self, row: Mapping[str, Any]) -> None:
+    def status(self, row: Mapping[str, Any] | None = None, /, **fields: Any) -> None:
         """Merge into status.json and replace it; readers never see half a file."""
         with self._lock:
             if self._closed:
                 raise RunStoreError(f"run {self.run_dir} is closed; its status stays as it is")
-            self._status |= dict(row)
+            self._status |= {**(row or {}), **fields}
             with atomic_file(self.run_dir / "status.json") as handle:
                 handle.write(dumps(self._status | {"updated_at": time.time()}))
 

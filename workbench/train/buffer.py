@@ -5,7 +5,7 @@
 
 It holds ids and key names, never tensors. Every group is in exactly one state (reserved, ready, consumed, discarded)
 and is found by its id, never by a remembered position, so removing one while another is being removed is safe.
-Invariants: no group is taken twice; a group that was not asked for stays; at most `capacity_groups` groups are
+Invariants: no group is taken twice; a group that was not asked for stays; at most `capacity` groups are
 reserved or ready; a group that was discarded while its finalizer was still writing is told so at commit.
 Everything that leaves without being trained on comes back as `Discarded`, which names what must be cleared in
 TransferQueue. Not here: clearing it (controller), advantages (trainer).
@@ -104,13 +104,14 @@ def make_sampler(name: str, max_staleness: int | None = None) -> Sampler:
 class ReplayBuffer:
     """Groups between dispatch and training. Single-threaded: it belongs to the controller's event loop.
 
-    `capacity_groups` bounds reserved + ready groups; `sampler` is one of `SAMPLERS`.
+    `capacity` bounds reserved + ready groups; `sampler` is one of `SAMPLERS`; `max_staleness` (versions) is what
+    `windowed` needs and the others leave to whoever dispatches.
     """
 
-    def __init__(self, capacity_groups: int, sampler: str = "in_order", *, max_staleness: int | None = None) -> None:
-        if capacity_groups < 1:
-            raise RecipeError(f"the replay buffer needs room for 1 group or more, got {capacity_groups}")
-        self.capacity_groups = capacity_groups
+    def __init__(self, capacity: int, sampler: str = "in_order", *, max_staleness: int | None = None) -> None:
+        if capacity < 1:
+            raise RecipeError(f"the replay buffer needs room for 1 group or more, got {capacity}")
+        self.capacity = capacity
         self._sampler = make_sampler(sampler, max_staleness)
         self._entries: dict[str, Entry] = {}  # insertion order = reservation order
         self._gone: dict[str, State] = {}
@@ -122,7 +123,7 @@ class ReplayBuffer:
     @property
     def free(self) -> int:
         """Groups that may still be reserved."""
-        return self.capacity_groups - len(self._entries)
+        return self.capacity - len(self._entries)
 
     def state(self, group_id: str) -> State | None:
         """State of a group, None for one that was never reserved."""
@@ -136,8 +137,8 @@ class ReplayBuffer:
 
     # the life of a group
 
-    def reserve(self, group_id: str, rollout_ids: Iterable[str], weight_version: int) -> None:
-        """Make room for a group at its dispatch at `weight_version`.
+    def reserve(self, group_id: str, rollout_ids: Iterable[str], weight_version: int = 0) -> None:
+        """Make room for a group, dispatched at `weight_version`.
 
         Raises ReplayBufferError when the buffer is full or the id was used before.
         """
@@ -148,7 +149,7 @@ class ReplayBuffer:
             raise ReplayBufferError(f"group {group_id} needs one distinct id a rollout, got {rollouts}")
         if self.free < 1:
             raise ReplayBufferError(
-                f"group {group_id} does not fit: {len(self._entries)} of {self.capacity_groups} places are taken; "
+                f"group {group_id} does not fit: {len(self._entries)} of {self.capacity} places are taken; "
                 f"take or remove groups before reserving more"
             )
         self._entries[group_id] = Entry(group_id, rollouts, weight_version, self._reserved_ever)
@@ -197,16 +198,16 @@ class ReplayBuffer:
         self._gone[group_id] = "discarded"
         return Discarded(group_id, entry.rollout_ids, entry.train_keys, reason)
 
-    def take(self, count: int, weight_version: int) -> list[Entry]:
-        """Exactly `count` ready groups for a trainer at `weight_version`, or none at all when fewer can be had.
+    def take(self, count: int, current_version: int) -> list[Entry]:
+        """Exactly `count` ready groups for a trainer at `current_version`, or none at all when fewer can be had.
 
         Groups found too stale by the sampler leave the buffer and wait in `drain_evicted`.
         """
         if count < 1:
             raise ReplayBufferError(f"expected to take 1 group or more, got {count}")
-        chosen, stale = self._sampler(tuple(self._entries.values()), count, weight_version)
+        chosen, stale = self._sampler(tuple(self._entries.values()), count, current_version)
         for entry in stale:
-            gone = self.remove(entry.group_id, f"stale: version {entry.weight_version} at {weight_version}")
+            gone = self.remove(entry.group_id, f"stale: version {entry.weight_version} at {current_version}")
             if gone is not None:
                 self._evicted.append(gone)
         if len(chosen) < count:

@@ -5,8 +5,8 @@ URL is all it knows of Workbench. It neither sees token ids nor knows that its c
 order is: `task` → `run` → freeze → `reward`, so nothing that happens during scoring can change the trajectory.
 
 A rollout that goes wrong is data: an agent whose window is full ends with what it has and says so in
-`AgentResult.ended_early`, and its chain still trains; only faults of the connection are raised. Sampling settings are not the agent's: they belong to
-the recipe, and the gateway refuses others.
+`AgentResult.ended_early`, and its chain still trains; only faults of the connection are raised. Sampling settings are
+not the agent's: they belong to the recipe, and the gateway refuses others.
 """
 
 from __future__ import annotations
