@@ -1,7 +1,7 @@
 """Inspect: look at a run, a rollout or a foreign ledger in a notebook, with a kernel or without.
 
 Inspectors take a run (or its frames) and give objects that show themselves as a picture and a text without script:
-`PrefixChain`, `TokenStrip`, `PoisonTable`, `LogprobDelta`, `CaptureRate`, `RewardCurve`. `snapshot()` is that static form.
+`PrefixChain`, `TokenStrip`, `PoisonTable`, `LogprobDelta`, `CaptureRate`, `RewardCurve`. `snapshot()` is that form.
 """
 
 from workbench.inspect.figures import CaptureRate, RewardCurve

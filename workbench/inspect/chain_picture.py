@@ -2,8 +2,8 @@
 
 In: call rows and their places. Out: a matplotlib figure of notebook width. A path longer than a band of five cards goes
 on in the next band, as text wraps. Channels: the trained chain has a thick blue frame and a thick link, side calls thin
-grey ones, failed and unresolved calls a dashed frame over hatching; the bar in a card is the call's delta, hatched where
-it is carried prompt, solid where it was sampled, to one scale over the rollout. Not here: which call stands where.
+grey ones, failed and unresolved calls a dashed frame; the bar in a card is the call's delta, hatched where it was
+carried into the prompt, solid where it was sampled, to one scale over the rollout. Not here: which call stands where.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ _LEGEND_H = 0.42
 
 _LABELS = {
     "trained": "trained chain",
+    "candidate": "no terminal call chosen",
     "retry": "retry",
     "branch": "side branch",
     "side_root": "conversation of its own",
@@ -58,10 +59,10 @@ class _Spot:
     y: float
 
 
-def draw_chain(rows: Sequence[dict[str, Any]], places: Sequence[Place], *, total: int, rejected: bool) -> Figure:
+def draw_chain(rows: Sequence[dict[str, Any]], places: Sequence[Place], *, total: int, chain_name: str) -> Figure:
     """The picture of `places`; `total` calls exist, those not drawn are counted in the legend line.
 
-    Of a `rejected` rollout the chain is the one that would have been trained, and is called so.
+    `chain_name` is what the terminal chain is called: trained, rejected, or guessed.
     """
     tracks = sorted({(place.column // BAND, place.row) for place in places})
     track_of = {track: i for i, track in enumerate(tracks)}
@@ -90,14 +91,17 @@ def draw_chain(rows: Sequence[dict[str, Any]], places: Sequence[Place], *, total
         track = (place.column // BAND, place.row)
         if track not in heads:
             heads.add(track)
-            _draw_head(ax, rows, place, spots[place.index], by_index, rejected)
-    _draw_legend(ax, height, drawn=len(places), total=total)
+            _draw_head(ax, rows, place, spots[place.index], by_index, chain_name)
+    _draw_legend(ax, rows, height, len(places), total, chain_name)
     return figure
 
 
 def _draw_link(ax: Axes, rows: Sequence[dict[str, Any]], parent: Place, child: Place, spots: dict[int, _Spot]) -> None:
     trained = rows[child.index]["relation"] == "trained"
     colour, width, z = (TRAINED, 2.6, 2) if trained else (MUTED, 1.1, 1)
+    lost = bool(rows[child.index].get("failure_reason"))
+    style: Any = (0, (3, 2)) if lost else "-"
+    colour = REJECTED if lost else colour
     start, end = spots[parent.index], spots[child.index]
     y0, y1 = start.y + _CARD_H / 2, end.y + _CARD_H / 2
     if parent.column // BAND != child.column // BAND:
@@ -109,9 +113,11 @@ def _draw_link(ax: Axes, rows: Sequence[dict[str, Any]], parent: Place, child: P
     x0, x1 = start.x + _CARD_W, end.x
     knee = x0 + 0.13
     if y0 == y1:
-        ax.plot([x0, x1], [y0, y1], color=colour, lw=width, solid_capstyle="butt", zorder=z)
+        ax.plot([x0, x1], [y0, y1], color=colour, lw=width, ls=style, solid_capstyle="butt", zorder=z)
     else:
-        ax.plot([x0, knee, knee, x1], [y0, y0, y1, y1], color=colour, lw=width, solid_joinstyle="round", zorder=z)
+        ax.plot(
+            [x0, knee, knee, x1], [y0, y0, y1, y1], color=colour, lw=width, ls=style, solid_joinstyle="round", zorder=z
+        )
 
 
 def _draw_head(
@@ -120,18 +126,22 @@ def _draw_head(
     place: Place,
     spot: _Spot,
     by_index: dict[int, Place],
-    rejected: bool,
+    chain_name: str,
 ) -> None:
     row = rows[place.index]
     label = _LABELS.get(row["relation"], row["relation"])
-    if rejected and row["relation"] == "trained":
-        label = "terminal chain, rejected"
+    if row["relation"] == "trained":
+        label = chain_name
     if row.get("failure_reason") and place.parent is None:
         label = "not captured: no place in the tree"
     if place.parent is not None and place.parent in by_index:
         parent = rows[place.parent]
         went_on = by_index[place.parent].row == place.row
-        label = f"{label}, continued" if went_on else f"{label} after #{parent['order']}"
+        label = (
+            f"{label}, continued"
+            if went_on
+            else f"{label} {'near' if row.get('failure_reason') else 'after'} #{parent['order']}"
+        )
     colour = TRAINED if row["relation"] == "trained" else REJECTED if row.get("failure_reason") else INK
     weight = "bold" if row["relation"] == "trained" else "normal"
     ax.text(spot.x + 0.02, spot.y + _CARD_H + 0.05, label, fontsize=7.6, color=colour, weight=weight, va="bottom")
@@ -192,20 +202,29 @@ def _draw_failure(ax: Axes, row: dict[str, Any], left: float, top: float) -> Non
         ax.text(left, top - 0.51, detail, fontsize=6.5, color=MUTED, va="top", zorder=5)
 
 
-def _draw_legend(ax: Axes, height: float, *, drawn: int, total: int) -> None:
-    y = height - 0.24
-    x = _MARGIN
-    ax.add_patch(Rectangle((x, y), 0.3, 0.09, facecolor=CARRY, edgecolor=MUTED, lw=0, hatch="//////"))
-    ax.text(x + 0.36, y + 0.045, "carried into the prompt", fontsize=7.4, va="center")
-    x += 1.95
-    ax.add_patch(Rectangle((x, y), 0.3, 0.09, facecolor=SAMPLED, edgecolor="none"))
-    ax.text(x + 0.36, y + 0.045, "sampled by the policy", fontsize=7.4, va="center")
-    x += 1.85
-    ax.plot([x, x + 0.3], [y + 0.045] * 2, color=TRAINED, lw=2.6)
-    ax.text(x + 0.36, y + 0.045, "trained chain", fontsize=7.4, va="center")
-    x += 1.35
-    ax.plot([x, x + 0.3], [y + 0.045] * 2, color=REJECTED, lw=1.2, ls=(0, (3, 2)))
-    ax.text(x + 0.36, y + 0.045, "not captured", fontsize=7.4, va="center")
+def _draw_legend(ax: Axes, rows: Sequence[dict[str, Any]], height: float, drawn: int, total: int, chain: str) -> None:
+    """Only what occurs: marks that no card shows are not explained."""
+    y, x = height - 0.24, _MARGIN
+    split = any(row["sampled_tokens"] is not None for row in rows)
+    marks = [
+        (split, "carried into the prompt", {"facecolor": CARRY, "edgecolor": MUTED, "hatch": "//////"}),
+        (split, "sampled by the policy", {"facecolor": SAMPLED, "edgecolor": "none"}),
+        (not split, "tokens added", {"facecolor": FAINT, "edgecolor": "none"}),
+    ]
+    for occurs, words, look in marks:
+        if occurs:
+            ax.add_patch(Rectangle((x, y), 0.3, 0.09, lw=0, **look))
+            ax.text(x + 0.36, y + 0.045, words, fontsize=7.4, va="center")
+            x += 1.9
+    lines = [
+        (any(row["relation"] == "trained" for row in rows), chain, TRAINED, "-", 2.6),
+        (any(row.get("failure_reason") for row in rows), "not captured", REJECTED, (0, (3, 2)), 1.2),
+    ]
+    for occurs, words, colour, style, width in lines:
+        if occurs:
+            ax.plot([x, x + 0.3], [y + 0.045] * 2, color=colour, lw=width, ls=style)
+            ax.text(x + 0.36, y + 0.045, words, fontsize=7.4, va="center")
+            x += 0.75 + 0.062 * len(words)
     if drawn < total:
         note = f"showing {drawn:,} of {total:,} calls"
         ax.text(FIGURE_WIDTH_IN - _MARGIN, y + 0.045, note, fontsize=7.4, va="center", ha="right", color=REJECTED)

@@ -68,7 +68,7 @@ def delta_numbers(delta_T: np.ndarray) -> DeltaNumbers:
 
 
 def shift_of_best_fit(tokens: pl.DataFrame, *, reach: int = 2) -> int:
-    """By how many sampled tokens the trainer's log-probs must be moved to fit the sampler's best (0: they are in place).
+    """By how many sampled tokens the trainer's log-probs must be moved to fit the sampler's best (0: in place).
 
     Compares the mean |difference| at every shift from -reach to reach within each rollout; another shift than 0 is
     only reported when it is less than half as far off.
@@ -128,7 +128,7 @@ class LogprobDelta(StaticView):
         centres = (edges[:-1] + edges[1:]) / 2
         width = edges[1] - edges[0]
         below = centres < 0
-        spread.bar(centres[below], counts[below], width=width, color=TRAINED, label="trainer less likely")
+        spread.bar(centres[below], counts[below], width=width, color=TRAINED)
         spread.bar(
             centres[~below],
             counts[~below],
@@ -137,16 +137,16 @@ class LogprobDelta(StaticView):
             hatch="....",
             edgecolor="white",
             lw=0,
-            label="trainer more likely",
         )
         spread.set_yscale("symlog", linthresh=1)
-        spread.set_ylim(0, counts.max() * 2)
+        spread.set_ylim(0, counts.max() * 4)
         spread.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         spread.axvline(self.numbers.mean, color="black", lw=1.2, ls="--")
         spread.set_title("Δ = trainer − sampler")
         spread.set_xlabel("nat; both ends gather what lies beyond")
         spread.set_ylabel("tokens (log scale)")
-        legend_beside_title(spread, 2)
+        for x, side, words in ((0.02, "left", "← trainer less likely"), (0.98, "right", "trainer more likely →")):
+            spread.text(x, 0.97, words, transform=spread.transAxes, ha=side, va="top", fontsize=8.5)
 
         lines = [("all", self.tokens)]
         versions = self.tokens["weight_version"].drop_nulls().unique().sort().to_list()

@@ -23,6 +23,7 @@ from workbench.inspect.snapshot import StaticView
 ROOTLESS = frozenset({"failed", "unresolved"})
 RELATION_WORDS = {
     "trained": "on the trained chain",
+    "candidate": "the earliest path; no terminal call was chosen",
     "retry": "retry: the same request again",
     "branch": "side branch: another request after the same call",
     "side_root": "a conversation of its own",
@@ -63,9 +64,9 @@ class PrefixChain(StaticView):
         self._rows = self.calls.to_dicts()
         self.places: list[Place] = place_calls(
             [row["model_call_id"] for row in self._rows],
-            [row["parent_call_id"] for row in self._rows],
+            [_attached_to(row) for row in self._rows],
             [row["relation"] == "trained" for row in self._rows],
-            [row["relation"] in ROOTLESS and row["parent_call_id"] is None for row in self._rows],
+            [row["relation"] in ROOTLESS and _attached_to(row) is None for row in self._rows],
         )
 
     def sentence(self) -> str:
@@ -89,8 +90,34 @@ class PrefixChain(StaticView):
         return " · ".join(parts)
 
     def draw(self) -> Figure:
-        rejected = self.rollout is not None and bool(self.rollout.get("cause"))
-        return draw_chain(self._rows, self.places[: self.max_calls], total=len(self.places), rejected=rejected)
+        chain_name = "trained chain"
+        if self.rollout is not None and self.rollout.get("cause"):
+            chain_name = "terminal chain, rejected"
+        elif self.rollout is not None and not self.rollout.get("verified"):
+            chain_name = f"terminal chain, by {self.rollout.get('terminal_selection') or 'nobody'}"
+        return draw_chain(self._rows, self.places[: self.max_calls], total=len(self.places), chain_name=chain_name)
+
+    def to_text(self) -> str:
+        """The tree as plain lines for a terminal, one a call, indented where a path forks."""
+        lines = [self.sentence()]
+        for place in self.places[: self.max_rows]:
+            row = self._rows[place.index]
+            mark = "●" if row["relation"] == "trained" else "✗" if row["failure_reason"] else "○"
+            tokens = "no tokens" if row["delta_len"] is None else f"+{row['delta_len']:,} = {row['cum_len']:,} tokens"
+            sampled = "" if row["sampled_tokens"] is None else f" ({row['sampled_tokens']:,} sampled)"
+            parts = [
+                f"{'  ' * min(place.row, 12)}{mark} #{row['order']} {short_id(row['model_call_id'], self.rollout_id)}",
+                row["mode"],
+                tokens + sampled,
+                None if row["weight_version"] is None else f"v{row['weight_version']}",
+                row["finish_reason"],
+                (row["digest"] or "")[:8],
+                why(row),
+            ]
+            lines.append(" · ".join(part for part in parts if part))
+        if len(self.places) > self.max_rows:
+            lines.append(f"showing {self.max_rows:,} of {len(self.places):,} calls")
+        return "\n".join(lines)
 
     def html(self) -> str:
         shown = self.places[: self.max_rows]
@@ -140,13 +167,20 @@ class PrefixChain(StaticView):
         ]
 
 
+def _attached_to(row: dict[str, Any]) -> str | None:
+    """The call a card hangs on: its parent, or for an unresolved one the call that it nearly continues."""
+    return row["parent_call_id"] or row.get("near_call_id")
+
+
 def why(row: dict[str, Any]) -> str:
     """Why a call stands where it stands, one phrase; failures carry their cause and detail."""
     words = RELATION_WORDS.get(row["relation"], row["relation"])
     if row.get("failure_reason"):
         words = f"{words}: {row['failure_reason']}"
         if row.get("detail"):
-            words = f"{words} ({row['detail']})"
+            words = f"{words}, {row['detail']}"
+        if row.get("drift"):
+            words = f"{words}: {row['drift']}"
     return words
 
 
@@ -160,6 +194,8 @@ def _verdict(rollout: dict[str, Any] | None) -> list[str]:
         parts.append(f"rejected: {rollout['cause']}")
     elif rollout.get("verified"):
         parts.append("verified")
+    elif rollout.get("terminal_selection"):
+        parts.append(f"terminal by {rollout['terminal_selection']}, not verified")
     else:
         parts.append("not finalised")
     return parts

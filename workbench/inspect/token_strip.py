@@ -2,7 +2,7 @@
 
 In: a token frame (or a run and a rollout id) and a vocabulary. Out: text in which every id is its own span (special
 tokens visible, split characters joined, what the policy sampled underlined), and a ribbon of the whole row: roles by
-call, the sampler's log-prob, the trainer's difference. At most `max_tokens` ids are written out; what is left out is said.
+call, the sampler's log-prob, the trainer's difference. At most `max_tokens` ids are written out; the rest is counted.
 Not here: the chain that the calls form (prefix_chain), a live, scrolling view.
 """
 
@@ -24,10 +24,14 @@ from workbench.runs.vocabulary import Vocabulary
 
 _SPECIAL = "border:1px solid rgba(128,128,128,.7);border-radius:3px;padding:0 2px;font-size:11px;opacity:.85"
 _BYTES = "background:rgba(138,28,74,.18);border-radius:2px"
-_SAMPLED = f"text-decoration-color:{SAMPLED};text-decoration-thickness:2px;text-underline-offset:3px;background:rgba(232,135,43,.13)"
+_SAMPLED = (
+    f"text-decoration-color:{SAMPLED};text-decoration-thickness:2px;text-underline-offset:3px;"
+    "background:rgba(232,135,43,.13)"
+)
 _BODY = (
     "font-family:ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace;font-size:12.5px;line-height:1.9;"
-    "white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid rgba(128,128,128,.35);border-radius:6px;padding:8px 12px"
+    "white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid rgba(128,128,128,.35);border-radius:6px;"
+    "padding:8px 12px"
 )
 _CALL = "display:block;font-size:10.5px;opacity:.6;line-height:1.3;margin-top:6px"
 

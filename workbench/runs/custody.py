@@ -13,6 +13,7 @@ from typing import Any
 from workbench.runs.frames import read_lines
 
 SUFFIX = ".lineage.jsonl"
+EVENTS_SUFFIX = ".events.jsonl"
 
 _SAME = (
     "parent_call_id",
@@ -49,10 +50,26 @@ def ledger_rows(path: Path) -> list[dict[str, Any]]:
     """The calls of one ledger file, in the order they were recorded, `order` from 1."""
     rollout_id = rollout_of(path)
     calls = [_call(rollout_id, row, order) for order, row in enumerate(read_lines(path), start=1)]
+    _add_drift(path, calls)
     staged = [call for call in calls if call["disposition"] == "staged"]
     for index, call in enumerate([*staged, *(call for call in calls if call["disposition"] == "failed")]):
         call["manifest_index"] = index
     return calls
+
+
+def _add_drift(path: Path, calls: list[dict[str, Any]]) -> None:
+    """What the gateway noted about unresolved calls, from the events beside the ledger, where there are any."""
+    noted = {
+        event.get("model_call_id"): event
+        for event in read_lines(path.with_name(f"{rollout_of(path)}{EVENTS_SUFFIX}"))
+        if event.get("kind") == "drift"
+    }
+    for call in calls:
+        event = noted.get(call["model_call_id"])
+        if event is not None and call["disposition"] == "failed":
+            call["near_call_id"] = event.get("nearest_call")
+            call["near_item"] = event.get("position")
+            call["drift"] = event.get("detail")
 
 
 def _call(rollout_id: str, row: dict[str, Any], order: int) -> dict[str, Any]:

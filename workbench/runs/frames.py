@@ -2,8 +2,8 @@
 
 In: dicts or part files of a run. Out: frames with the columns of `schema`, in that order, then the columns that reading
 adds (declared in `ADDED`, below), then whatever scalar extras a JSON line carries. Invariants: a declared column is
-always there, null where the file does not know it; ids are in every row; a torn last line is not an error, a broken line
-before others is.
+always there, null where the file does not know it; ids are in every row; a torn last line is not an error, a broken
+line before others is.
 Not here: which files belong to a run (reader), what the columns mean beyond their declaration (schema).
 """
 
@@ -36,7 +36,10 @@ ADDED: dict[str, tuple[Column, ...]] = {
     "calls": (
         Column("run", "str", "", "run"),
         Column("order", "i64", "", "place in the ledger, from 1; failures where they happened"),
-        Column("relation", "str", "", "trained, retry, branch, side_root, failed or unresolved"),
+        Column("relation", "str", "", "trained, candidate, retry, branch, side_root, failed or unresolved"),
+        Column("near_call_id", "str", "", "recorded call that an unresolved one nearly continues"),
+        Column("near_item", "i64", "items", "first item of its request that differs, from 0"),
+        Column("drift", "str", "", "what differs, one sentence"),
     ),
 }
 

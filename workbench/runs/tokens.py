@@ -34,7 +34,7 @@ _LOGPROB_DTYPES = {
 
 
 def row_tokens(row: dict[str, Any], trained: dict[str, Any] | None) -> pl.DataFrame:
-    """The tokens of one valid training row; `trained` is the trainer's record of the same rollout, where there is one."""
+    """The tokens of one valid training row; `trained` is the trainer's record of it, where there is one."""
     count = len(row["token_ids"])
     mask_T = np.asarray(row["token_mask"], dtype=bool)
     call_T = np.empty(count, dtype=object)

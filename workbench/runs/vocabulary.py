@@ -1,8 +1,8 @@
 """Vocabulary: the bytes behind a token id.
 
 In: a `tokenizer.json` (byte-level BPE or one with byte fallback), or a `vocabulary.json` that a trimmed run carries.
-Out: id -> bytes, and which ids are special. Invariant: joining the bytes of consecutive ids gives the bytes of the text;
-nothing here decodes a single id to text, because a character may be split over several ids.
+Out: id -> bytes, and which ids are special. Invariant: joining the bytes of consecutive ids gives the bytes of the
+text; nothing here decodes a single id to text, because a character may be split over several ids.
 Not here: encoding (no text is ever turned into ids outside the engine).
 """
 
