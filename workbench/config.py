@@ -236,7 +236,7 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
     else:
         message = f"{key}: expected {_allowed(fault['loc'])}, got {fault['input']!r}"
     origin = origins.get(key) or next((o for k, o in origins.items() if k.startswith(key + ".") and o != SCHEMA), None)
-    return f"{origin or SCHEMA}: {message}{more}"
+    return (f"{origin}: " if origin not in (None, SCHEMA) else "") + message + more
 
 
 def _allowed(location: tuple[int | str, ...]) -> str:

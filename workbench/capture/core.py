@@ -24,11 +24,9 @@ from workbench.capture.deadline import call_with_deadline
 from workbench.errors import CaptureError, StagingError, WireError
 from workbench.wire import CaptureAdmission, Cause, CommitCoords, StagedCall, extras_digest, staging_key
 from workbench.wire.digests import chain_encoded_ids, hash_call_columns, hash_encoded_ids
-from workbench.wire.encoding import Floats, TokenIds, big_endian, float32_array, token_array
+from workbench.wire.encoding import BIG_ENDIAN_ID, Floats, TokenIds, big_endian, float32_array, token_array
 
 _LOG = logging.getLogger(__name__)
-
-_BIG_ENDIAN_ID = np.dtype(">u8")
 
 REMEMBERED_CALLS = 65_536
 """How many call ids are remembered: those begun (to refuse a second `begin`) and those failed (for `detail`)."""
@@ -327,7 +325,7 @@ def _build(
     if delta_len == 0:
         raise _CaptureFailed(Cause.INVALID_STAGING_ROW, f"call {call.key}: no token after the first {prev_len}")
     # Written straight into its big-endian form: one pass over the prompt, and the three hashes below share it.
-    ids_be_T = np.empty(cum_len, dtype=_BIG_ENDIAN_ID)
+    ids_be_T = np.empty(cum_len, dtype=BIG_ENDIAN_ID)
     ids_be_T[: prompt_T.size] = prompt_T
     ids_be_T[prompt_T.size :] = generated_T
     mask_T = np.ones(delta_len, dtype=np.float32)

@@ -96,6 +96,11 @@ async def say(client: AsyncOpenAI, model: str, messages: list[Message]) -> tuple
     return text, completion.model_dump(mode="json", exclude_unset=True)
 
 
+def weigh(components: dict[str, float], weights: Mapping[str, float]) -> Reward:
+    """The weighted sum, rounded so that a full score is exactly 1 and equal answers have equal rewards."""
+    return Reward(round(sum(weights[part] * value for part, value in components.items()), 9), components)
+
+
 def take_options(environment: str, options: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
     """The options with their defaults. Raises RecipeError on an unknown name or another type than the default's."""
     for key, value in options.items():
