@@ -11,12 +11,15 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from workbench import __version__
 from workbench.errors import SetupError, WorkbenchError
+
+if TYPE_CHECKING:
+    from workbench.config import Recipe
 
 RECIPE_HELP = "RECIPE is a YAML file or the name of a shipped recipe; KEY=VALUE overrides its settings."
 
@@ -47,6 +50,16 @@ class _Workbench(click.Group):
         return list(self.commands)  # in the order of a day's work, not of the alphabet
 
 
+def checked_recipe(name: str, overrides: tuple[str, ...]) -> Recipe:
+    """The recipe, checked as far as that goes without starting anything."""
+    from workbench.campaign.environments import make_environment
+    from workbench.config import load_recipe
+
+    recipe = load_recipe(name, overrides)
+    make_environment(recipe)
+    return recipe
+
+
 @click.group(cls=_Workbench, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="workbench")
 def main() -> None:
@@ -59,9 +72,10 @@ def main() -> None:
 @click.option("--run", "run_name", help="Name of the run's directory; default: the recipe's name and the time.")
 def run(recipe: str, overrides: tuple[str, ...], run_name: str | None) -> None:
     """Run a campaign; leaves reports/RUN/ with the notebook and the records."""
+    checked_recipe(recipe, overrides)
     from workbench.campaign import runner
 
-    runner.run_recipe(recipe, list(overrides), run_name=run_name)
+    sys.exit(runner.run_recipe(recipe, overrides, run_name))
 
 
 @main.command()
@@ -129,12 +143,7 @@ def recipe_show(name: str, overrides: tuple[str, ...]) -> None:
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 def recipe_check(name: str, overrides: tuple[str, ...]) -> None:
     """Check keys, types, bounds, combinations and the environment's options; exit 2 when something is wrong."""
-    from workbench.campaign.environments import make_environment
-    from workbench.config import load_recipe
-
-    checked = load_recipe(name, overrides)
-    make_environment(checked)
-    click.echo(f"{checked.name}: good")
+    click.echo(f"{checked_recipe(name, overrides).name}: good")
 
 
 @main.command(epilog=RECIPE_HELP)

@@ -32,8 +32,8 @@ from workbench.wire.digests import (
     check_shape,
     check_versions,
     hash_call_columns,
-    hash_encoded_ids,
     mask_and_logprobs,
+    prefix_hasher,
 )
 from workbench.wire.encoding import big_endian, token_array
 
@@ -82,10 +82,10 @@ class LinearizedRow:
 
 @dataclass
 class _Checked:
-    """One staged call whose digest was recomputed: its columns, ids also as they were hashed."""
+    """One staged call whose digest was recomputed, with its columns."""
 
     record: CallRecord
-    ids_be: np.ndarray  # >u8[T]
+    ids: np.ndarray  # uint64[T]
     mask: np.ndarray  # float32[T]
     logprobs: np.ndarray  # float32[T]
     carry: int | None  # None where the mask is not carry-then-generation
@@ -185,7 +185,7 @@ def _recompute(record: CallRecord, staged: StagedCall) -> _Checked:
             staged.cum_len,
             f"call {call}",
         )
-        ids_be_T = big_endian(token_array(staged.token_ids_delta, "token ids"))
+        ids_T = token_array(staged.token_ids_delta, "token ids")
         mask_T, logprobs_T = staged.token_mask_delta, staged.generation_log_probs_delta
         carry = _plain_carry(mask_T, logprobs_T)
         if carry is None:
@@ -199,7 +199,7 @@ def _recompute(record: CallRecord, staged: StagedCall) -> _Checked:
             delta_len=staged.delta_len,
             cum_len=staged.cum_len,
             weight_version=staged.weight_version,
-            ids_be_T=ids_be_T,
+            ids_be_T=big_endian(ids_T),
             mask_be_T=big_endian(mask_T),
             logprobs_be_T=big_endian(logprobs_T),
             extras_digest=staged.extras_digest,
@@ -210,7 +210,7 @@ def _recompute(record: CallRecord, staged: StagedCall) -> _Checked:
         _reject(Cause.INVALID_SNAPSHOT, call, str(error))
     if digest != staged.digest:
         _reject(Cause.CORRUPT_DIGEST, call, f"contents give {digest}, the staged call says {staged.digest}")
-    return _Checked(record, ids_be_T, mask_T, logprobs_T, carry)
+    return _Checked(record, ids_T, mask_T, logprobs_T, carry)
 
 
 def _plain_carry(mask_T: np.ndarray, logprobs_T: np.ndarray) -> int | None:
@@ -252,12 +252,16 @@ def _check_graph(records: dict[str, CallRecord]) -> None:
 def _linearize(receipt: RolloutReceipt, records: dict[str, CallRecord], checked: dict[str, _Checked]) -> LinearizedRow:
     chain = _terminal_chain(receipt, records, checked)
     running: str | None = None
+    cumulative = prefix_hasher(sum(link.ids.size for link in chain))
     version_spans: list[tuple[str, int, int, int]] = []
     link_spans: list[tuple[str, int, int]] = []
     end = 0
     for link in chain:
         record, call_id = link.record, link.record.model_call_id
-        running = chain_encoded_ids(running, link.ids_be)
+        # Encoded a second time rather than kept from the first: fresh memory costs more than the conversion.
+        ids_be_T = big_endian(link.ids)
+        cumulative.update(ids_be_T)
+        running = chain_encoded_ids(running, ids_be_T)
         if running != record.chain_hash:
             detail = f"the deltas up to here chain to {running}, the manifest says {record.chain_hash}"
             _reject(Cause.CHAIN_HASH_MISMATCH, call_id, detail)
@@ -268,15 +272,14 @@ def _linearize(receipt: RolloutReceipt, records: dict[str, CallRecord], checked:
     mask_T = np.concatenate([link.mask for link in chain])
     if not mask_T.any():
         _reject(Cause.EMPTY_TRAINING_ROW, receipt.terminal_model_call_id, "the chain holds no sampled token")
-    ids_be_T = np.concatenate([link.ids_be for link in chain], dtype=chain[0].ids_be.dtype)
     terminal = chain[-1].record
-    cumulative = hash_encoded_ids(ids_be_T)
-    if cumulative != terminal.cumulative_hash:
-        detail = f"the {end} linearised ids hash to {cumulative}, the manifest says {terminal.cumulative_hash}"
+    if cumulative.hexdigest() != terminal.cumulative_hash:
+        came = cumulative.hexdigest()
+        detail = f"the {end} linearised ids hash to {came}, the manifest says {terminal.cumulative_hash}"
         _reject(Cause.CUMULATIVE_HASH_MISMATCH, terminal.model_call_id, detail)
     return LinearizedRow(
         rollout_id=receipt.rollout_id,
-        token_ids=ids_be_T.astype(np.uint64),
+        token_ids=np.concatenate([link.ids for link in chain]),
         token_mask=mask_T,
         logprobs=np.concatenate([link.logprobs for link in chain]),
         model_call_ids=[link.record.model_call_id for link in chain],
