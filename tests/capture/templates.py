@@ -1,4 +1,4 @@
-"""Small tokenizers with the chat templates that splicing must get right: ChatML, Llama-3-like, Qwen-like, and bad ones."""
+"""Small tokenizers with chat templates that splicing must get right: ChatML, Llama-3-like, Qwen-like, and bad ones."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def tokenizer(kind: str) -> Any:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     core.train_from_iterator(CORPUS * 4, trainer)
     end = "<|eot_id|>" if llama else "<|im_end|>"
     begin = "<|begin_of_text|>" if llama else None

@@ -74,14 +74,16 @@ async def test_row_keeps_the_sampled_pieces_of_a_word(chatml_folder: Path, tmp_p
         )
 
 
-async def test_streamed_and_whole_responses_stage_the_same(chatml_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+async def test_streamed_and_whole_responses_stage_the_same(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     script = write_script(tmp_path, {"text": "The capital of France is Paris."})
     async with serving(chatml_folder, script, monkeypatch) as (server, sink):
         agent = Agent(server, "run.0.0.0")
         whole, response, _ = await agent.call([USER])
         streamed, frames, _ = await agent.call([USER], stream=True)
         assert text_of(response) == text_of(frames)
-        assert frames["frames"] > 3
+        assert frames["frames"] >= 3
         (one,), (two,) = await rows_of(sink, agent, whole), await rows_of(sink, agent, streamed)
         assert one.chain_hash == two.chain_hash
         assert one.extras == two.extras
@@ -138,7 +140,7 @@ async def test_what_the_engine_leaves_out_is_a_typed_failure_and_the_agent_is_se
 async def test_engine_error_ends_the_call_without_coordinates_of_a_stage(
     chatml_folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    script = write_script(tmp_path, {"text": "Paris is the capital", "fault": "raise", "at": 6})
+    script = write_script(tmp_path, {"text": "Paris is the capital", "fault": "raise", "at": 1})
     async with serving(chatml_folder, script, monkeypatch) as (server, _):
         agent = Agent(server, "run.0.0.0")
         admission = agent.admission()
@@ -185,7 +187,9 @@ async def test_last_output_leaves_only_after_staging(
         assert outcome["coords"]["disposition"] == "staged"
 
 
-async def test_failing_or_slow_sink_fails_the_capture_only(chatml_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+async def test_failing_or_slow_sink_fails_the_capture_only(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     script = write_script(tmp_path, {"text": "Paris."})
     sink = SlowSink()
     async with serving(chatml_folder, script, monkeypatch, sink=sink, sink_timeout_s=0.2) as (server, _):
@@ -324,7 +328,9 @@ async def test_weight_update_gives_up_at_its_deadline_and_lets_calls_go_on(
         assert outcome["coords"]["weight_version"] == server.weight_version() == 0
 
 
-async def test_sampling_of_a_captured_call_is_the_recipes(chatml_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+async def test_sampling_of_a_captured_call_is_the_recipes(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     script = write_script(tmp_path, {"text": "one"})
     pins = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 40}
     async with serving(chatml_folder, script, monkeypatch, sampling=pins) as (server, sink):

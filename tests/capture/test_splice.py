@@ -211,7 +211,9 @@ texts = st.text(alphabet=st.characters(codec="utf-8", exclude_characters="<|>\x0
 
 
 @settings(max_examples=60, deadline=None)
-@given(kind=st.sampled_from(["chatml", "llama3", "qwen"]), turns=st.lists(st.tuples(ids, st.booleans(), texts), max_size=3))
+@given(
+    kind=st.sampled_from(["chatml", "llama3", "qwen"]), turns=st.lists(st.tuples(ids, st.booleans(), texts), max_size=3)
+)
 async def test_child_prompt_begins_with_parents_cumulative_ids(kind: str, turns: list[Any]) -> None:
     """Any sampled ids, canonical or not, cut or ended, over several turns: they stay, and every turn is ended once."""
     chat = Chat(kind)
