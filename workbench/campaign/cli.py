@@ -75,7 +75,7 @@ def run(recipe: str, overrides: tuple[str, ...], run_name: str | None) -> None:
     checked_recipe(recipe, overrides)
     from workbench.campaign import runner
 
-    runner.run_recipe(recipe, list(overrides), run_name=run_name)
+    sys.exit(runner.run_recipe(recipe, overrides, run_name))
 
 
 @main.command()
