@@ -105,6 +105,7 @@ class PolicyServer:
     def status(self) -> dict[str, Any]:
         """What `GET /workbench/status` answers."""
         return {
+            "pid": os.getpid(),
             "weight_version": self._version,
             "live_calls": self.board.live_calls,
             "running_generations": self.gate.running,
