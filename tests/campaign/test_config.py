@@ -82,6 +82,16 @@ def test_interpolation_sees_the_final_values(tmp_path):
     assert "rollouts.max_inflight_groups" in refusal(tmp_path / "r.yaml", "rollouts.max_inflight_groups=${no.such}")
 
 
+def test_another_environment_drops_the_options_of_the_one_before(tmp_path):
+    assert load_recipe("cpu_smollm2").environment.options == {"turns": 3}
+    assert load_recipe("cpu_smollm2", ["environment.name=add_up"]).environment.options == {}
+    child = write(tmp_path, "c.yaml", "defaults: cpu_smollm2.yaml\nenvironment: {name: add_up, options: {high: 5}}\n")
+    assert load_recipe(child).environment.options == {"high": 5}
+    kept = load_recipe("cpu_smollm2", ["environment.name=guess_number", "train.advantage.name=rloo"])
+    assert kept.environment.options == {"turns": 3}
+    assert kept.train.advantage.options == {}
+
+
 def test_origins_say_where_each_value_came_from(tmp_path):
     write(tmp_path, "base.yaml", MINIMAL + "train: {steps: 3}\n")
     child = write(tmp_path, "child.yaml", "defaults: base.yaml\nname: child\n")

@@ -75,7 +75,7 @@ def run(recipe: str, overrides: tuple[str, ...], run_name: str | None) -> None:
     checked_recipe(recipe, overrides)
     from workbench.campaign import runner
 
-    sys.exit(runner.run_recipe(recipe, list(overrides), run_name=run_name))
+    sys.exit(runner.run_recipe(recipe, overrides, run_name))
 
 
 @main.command()
@@ -109,7 +109,7 @@ def verify(run_dir: str) -> None:
     """Recompute every digest of a stored run; exit 1 when one does not hold."""
     from workbench.campaign import verify_run
 
-    result = verify_run.verify_run(Path(run_dir))
+    result = verify_run.verify(Path(run_dir))
     click.echo(result)
     sys.exit(0 if result.ok else 1)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from openai import AsyncOpenAI, BadRequestError
 from openai.types.chat import ChatCompletion
@@ -87,7 +87,7 @@ async def say(client: AsyncOpenAI, model: str, messages: list[Message]) -> tuple
     Raises WindowFull when the endpoint refuses the request (400); other failures of the client pass through.
     """
     try:
-        completion: ChatCompletion = await client.chat.completions.create(model=model, messages=messages)
+        completion: ChatCompletion = await client.chat.completions.create(model=model, messages=cast(Any, messages))
     except BadRequestError as error:
         raise WindowFull(str(error)) from error
     text = completion.choices[0].message.content or ""
