@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from workbench.errors import CaptureError, WireError
-from workbench.wire import CaptureAdmission, Cause, StagedCall, extras_digest, staging_key
+from workbench.wire import EMPTY_EXTRAS_DIGEST, CaptureAdmission, Cause, StagedCall, extras_digest, staging_key
 from workbench.wire.digests import chain_encoded_ids, hash_call_columns, hash_encoded_ids
 from workbench.wire.encoding import BIG_ENDIAN_ID, Floats, TokenIds, big_endian, float32_array, token_array
 
@@ -105,7 +105,7 @@ def build_delta(
     }
     try:
         hashes: dict[str, Any] = {
-            "extras_digest": extras_digest(extras),
+            "extras_digest": EMPTY_EXTRAS_DIGEST if extras is None else extras_digest(extras),
             "chain_hash": chain_encoded_ids(admission.parent_chain_hash, ids_be_T[prev_len:]),
             "cumulative_hash": hash_encoded_ids(ids_be_T),
         }
