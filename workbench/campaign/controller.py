@@ -22,7 +22,7 @@ import numpy as np
 
 from workbench.campaign.environments import make_environment
 from workbench.campaign.fleet import Fleet, within
-from workbench.campaign.proof import prove_weights
+from workbench.campaign.proof import proof_ids, prove_weights
 from workbench.campaign.rollouts import RolloutPlan, RolloutPlayer
 from workbench.config import Recipe
 from workbench.errors import DeadlineExceeded, SetupError, WorkbenchError
@@ -95,6 +95,7 @@ class Campaign:
         self._rejections: Counter[str] = Counter()
         self._sampling_slots = asyncio.Semaphore(recipe.rollouts.max_inflight_groups)
         self._loop_lag_s: list[float] = []
+        self._proof_ids = proof_ids(fleet.model_path)
 
     def _capacity(self) -> int:
         # Groups of the step being trained, of the step being sampled, and of each further step that may run ahead.
@@ -248,7 +249,7 @@ class Campaign:
         )
         loaded = time.monotonic()
         proof = await prove_weights(
-            self.fleet.worker, self.fleet.trainer, version=step, timeout_s=timeout_s,
+            self.fleet.worker, self.fleet.trainer, self._proof_ids, version=step, timeout_s=timeout_s,
             max_mean_abs_delta=self.recipe.proof.max_mean_abs_delta,
         )
         async with self._version_changed:

@@ -90,7 +90,7 @@ class Fleet:
 
     async def _start(self) -> None:
         recipe = self.recipe
-        model_path = resolve_model(recipe.model.path)
+        self.model_path = model_path = resolve_model(recipe.model.path)
         self._check_logical_cpus()
         # Tokens of this run alone: made here, handed on through the environment, never written anywhere.
         os.environ.setdefault(CONTROL_TOKEN, secrets.token_urlsafe(32))

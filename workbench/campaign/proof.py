@@ -9,6 +9,7 @@ Not here: loading weights (capture.weights), publishing them (train.publish).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,19 @@ import numpy as np
 from workbench.campaign.fleet import within
 from workbench.errors import WeightSyncError
 
-# Ids below 256 and well inside every vocabulary that is served here; any fixed ids do, they only have to be the same.
-PROOF_IDS: list[list[int]] = [[(37 * i * i + 11 * i + 5) % 4093 + 17 for i in range(48)]]
+# Ordinary prose, digits and code: random ids would have log-probs near the floor, where bf16 noise hides a stale layer.
+PROOF_TEXT = (
+    "A sampler draws each token from the distribution it computes, and a trainer must score that same token with the "
+    "same weights. If 17 + 25 = 42 then the check is simple: def agree(a, b): return abs(a - b) < 0.1\n"
+    "The capital of France is Paris, and the opposite of cold is hot."
+)
+
+
+def proof_ids(model_path: Path) -> list[list[int]]:
+    """The proof prompt as one row of token ids, tokenised by the model's own `tokenizer.json`."""
+    from tokenizers import Tokenizer
+
+    return [Tokenizer.from_file(str(model_path / "tokenizer.json")).encode(PROOF_TEXT, add_special_tokens=False).ids]
 
 
 @dataclass(frozen=True)
@@ -49,9 +61,9 @@ def compare(sampler: list[list[float]], trainer: list[list[float]], *, version: 
 
 
 async def prove_weights(
-    worker: Any, trainer: Any, *, version: int, timeout_s: float, max_mean_abs_delta: float
+    worker: Any, trainer: Any, ids: list[list[int]], *, version: int, timeout_s: float, max_mean_abs_delta: float
 ) -> SyncProof:
     """Score the proof prompt on both sides (Ray actor handles) and compare."""
-    sampler = await within(worker.score.remote(PROOF_IDS), timeout_s, "the policy worker", f"the proof of version {version}")
-    scored = await within(trainer.score.remote(PROOF_IDS), timeout_s, "the trainer", f"the proof of version {version}")
+    sampler = await within(worker.score.remote(ids), timeout_s, "the policy worker", f"the proof of version {version}")
+    scored = await within(trainer.score.remote(ids), timeout_s, "the trainer", f"the proof of version {version}")
     return compare(sampler, scored, version=version, max_mean_abs_delta=max_mean_abs_delta)
