@@ -17,6 +17,7 @@
     ├── ReceiptRejected                 a rollout does not verify; carries cause, call_id, position
     ├── FinalizerError
     ├── TrainerError
+    │   ├── ReplayBufferError           a group was used out of turn (reserved twice, committed with other keys, full)
     │   └── WeightSyncError             sampler and trainer disagree after new weights, or the sync failed
     ├── GatewayError                    the gateway did not answer, or answered with a failure
     ├── DeadlineExceeded                a wait ran out; names what was waited for
@@ -122,6 +123,10 @@ class FinalizerError(WorkbenchError):
 
 class TrainerError(WorkbenchError):
     """A training step could not be taken; names the step."""
+
+
+class ReplayBufferError(TrainerError):
+    """A group was used out of turn: reserved twice, committed with other keys, or no room is left for it."""
 
 
 class WeightSyncError(TrainerError):

@@ -1,0 +1,48 @@
+# From a fresh clone, each of these does everything that it needs: environment, packages, models, then the job.
+#   make campaign   a real GRPO campaign with token capture; leaves reports/<run>/campaign.ipynb
+#   make test       lint and all tests, those with a real engine included
+# Variables: RECIPE, ARGS="key=value …", EXTRAS=gpu,dev, PYTHON, PYTEST_ARGS.
+
+RECIPE ?= cpu_smollm2
+ARGS ?=
+EXTRAS ?= cpu,dev
+PYTEST_ARGS ?=
+
+# All paths are relative, so that a space in the checkout's own path does no harm.
+PY := .venv/bin/python
+# The first Python that runs and is new enough; a name in the path may be a shim that only prints an error.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null && echo $$p && break; done)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup models campaign test check lab clean
+
+help: ## this list
+	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 12
+
+setup: ## environment and packages
+	@if [ -z "$(PYTHON)" ]; then echo "set-up: no Python 3.11 to 3.14 found;" \
+		"on Debian: apt-get install python3 python3-venv, or name one: make PYTHON=/path/to/python3" >&2; exit 2; fi
+	@"$(PYTHON)" tools/set_up.py --extras "$(EXTRAS)"
+
+models: setup ## the models, built once
+	@$(PY) -m workbench.models build smollm2-135m tiny
+
+campaign: models ## one campaign: make campaign [RECIPE=cpu_smoke] [ARGS="train.steps=2"]
+	@$(PY) -m workbench.campaign.cli run $(RECIPE) $(ARGS)
+
+test: models ## lint and all tests; fast ones first, then Ray, then engines
+	@$(PY) -m ruff check .
+	@$(PY) -m pytest $(PYTEST_ARGS)
+
+check: setup ## lint, types and the fast tests, in about a minute
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy
+	@$(PY) -m pytest -m "not ray and not engine" $(PYTEST_ARGS)
+
+lab: models ## JupyterLab on the notebooks
+	@$(PY) -m workbench.campaign.cli lab
+
+clean: ## removes the environment and caches; keeps reports and models
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,35 @@
+"""Heavy parts that tests share, one of each a session: a Ray, a data plane."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(tmp_path_factory):
+    """A local Ray of its own with 8 logical CPUs (slots for actors, not processors)."""
+    import ray
+
+    from workbench.capture import dataplane
+
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        configure_logging=False,
+        object_store_memory=128 * 1024 * 1024,
+        runtime_env={"env_vars": dataplane.environment(5.0, 1)},
+    )
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tq(ray_cluster):
+    """A running data plane (two storage units), with short limits so that dead parts show soon."""
+    from workbench.capture import dataplane
+
+    dataplane.start(storage_units=2, send_recv_timeout_s=5.0, max_attempts=1, start_timeout_s=90.0)
+    yield dataplane
+    dataplane.stop()

@@ -1,0 +1,120 @@
+"""Set up: make `.venv` ready, or say in one line what this machine lacks and how to get it.
+
+    python3 tools/set_up.py --extras cpu,dev
+
+Runs on the system's Python, before anything is installed, so only the standard library is used and this file parses on
+old Pythons too. Flow: check the machine → create `.venv` → pip install -e .[extras] → remove companions of torch that
+do not import → write a stamp. The stamp holds what the installation depends on; when it still fits, nothing is done.
+Not here: models (`python -m workbench.models build`).
+"""
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import os
+import subprocess
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+VENV = os.path.join(ROOT, ".venv")
+PYTHON = os.path.join(VENV, "bin", "python")
+STAMP = os.path.join(VENV, "workbench-ready")
+LOG = os.path.join(VENV, "install.log")
+# Some indexes pair a CPU torch with these built for CUDA. They then fail at import, and transformers and vLLM, which
+# import them when they are there, fail with them; without them both work.
+TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--extras", default="cpu,dev", help="extras of pyproject.toml, separated by commas")
+    extras = parser.parse_args().extras
+    if sys.version_info < (3, 11):
+        stop("Python 3.11 or newer is needed, this is %d.%d" % sys.version_info[:2])
+    from workbench.campaign import machine  # standard library only, like this file
+
+    wanted = fingerprint(extras)
+    with only_one():
+        if ready(wanted):
+            return
+        need(machine.python_version(), machine.venv_module(), machine.memory())
+        need(machine.disk(machine.Path(ROOT), machine.INSTALL_GIB if not os.path.exists(PYTHON) else machine.RUN_GIB))
+        install(extras)
+        drop_broken_companions()
+        with open(STAMP, "w") as stamp:
+            stamp.write(wanted)
+        say("ready")
+
+
+def fingerprint(extras):
+    """What an installation depends on: the list of packages, the extras, the Python, and where the checkout lies."""
+    digest = hashlib.sha256()
+    for name in ("pyproject.toml", os.path.join("tools", "set_up.py")):
+        with open(os.path.join(ROOT, name), "rb") as file:
+            digest.update(file.read())
+    digest.update(repr((extras, sys.version_info[:2], ROOT)).encode())
+    return digest.hexdigest()
+
+
+def ready(wanted):
+    with contextlib.suppress(OSError):
+        with open(STAMP) as stamp:
+            return stamp.read() == wanted and quiet([PYTHON, "-c", ""]) == 0
+    return False
+
+
+def install(extras):
+    if not os.path.exists(PYTHON) or quiet([PYTHON, "-m", "pip", "--version"]) != 0:
+        say("creating .venv with Python %d.%d" % sys.version_info[:2])
+        if subprocess.call([sys.executable, "-m", "venv", "--clear", VENV]) != 0:
+            stop("python3 -m venv failed; on Debian: apt-get install python3-venv")
+    say("installing packages into .venv (4.5 GB, about 3 minutes; log: .venv/install.log)")
+    command = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
+    with open(LOG, "w") as log:
+        code = subprocess.call([*command, "-e", ".[%s]" % extras], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    if code != 0:
+        with open(LOG, errors="replace") as log:
+            sys.stderr.writelines(log.readlines()[-12:])
+        stop("pip could not install the packages (above: the end of .venv/install.log); mend that and run make again")
+
+
+def drop_broken_companions():
+    for name in TORCH_COMPANIONS:
+        if quiet([PYTHON, "-m", "pip", "show", "-q", name]) == 0 and quiet([PYTHON, "-c", "import " + name]) != 0:
+            say("removing %s: it does not import beside this torch, and nothing here needs it" % name)
+            quiet([PYTHON, "-m", "pip", "uninstall", "-y", "-q", name])
+
+
+@contextlib.contextmanager
+def only_one():
+    """Two makes in one checkout: the second waits for the first and then finds everything ready."""
+    with open(os.path.abspath(__file__)) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def need(*findings):
+    for finding in findings:
+        if finding.cure:
+            stop("%s: %s; %s" % (finding.what, finding.found, finding.cure))
+
+
+def quiet(command):
+    try:
+        return subprocess.call(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    except OSError:
+        return 1
+
+
+def say(text):
+    print("set-up: " + text, flush=True)
+
+
+def stop(text):
+    sys.exit("set-up: " + text)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, ROOT)
+    main()

@@ -1,0 +1,259 @@
+"""Config: a recipe file becomes one checked, frozen `Recipe`, or one line that says which key is wrong.
+
+Flow: find the file (a path, or the name of a shipped recipe) → follow `defaults:` to its ancestors → merge, oldest
+first, `???` never hiding a value → `key=value` overrides → interpolation → everything filled? → types and bounds.
+Every layer is checked for unknown keys by itself, so the message names the file that has them.
+
+Invariant: what `load_recipe` returns has no `???` and no interpolation left. Not here: the fields
+(`workbench.recipe_schema`), and whether this machine can run the recipe (`workbench.campaign.doctor`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+from yaml import YAMLError
+
+from workbench.errors import RecipeError
+from workbench.places import shipped
+from workbench.recipe_schema import MISSING, Recipe
+
+__all__ = ["Recipe", "Resolved", "load_recipe", "resolve_recipe"]
+
+SCHEMA = "schema default"
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A recipe and where each of its values came from.
+
+    `origins` maps each dotted leaf key to a file path, `command line` or `schema default`.
+    """
+
+    recipe: Recipe
+    origins: dict[str, str]
+
+
+@dataclass(frozen=True)
+class _Layer:
+    origin: str
+    values: DictConfig
+
+
+def load_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe in a file, or shipped under a name, with `key=value` overrides applied.
+
+    Raises RecipeError (exit code 2), its message one line with the key path and what is allowed there.
+    """
+    return resolve_recipe(path_or_name, overrides).recipe
+
+
+def resolve_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> Resolved:
+    """As `load_recipe`, with the origin of every value beside it."""
+    path = _find(path_or_name)
+    layers = [_Layer(SCHEMA, OmegaConf.create(Recipe().model_dump())), *_ancestry(path, seen=())]
+    if overrides:
+        layers.append(_Layer(COMMAND_LINE, _parse_overrides(overrides)))
+    origins: dict[str, str] = {}
+    merged = OmegaConf.create({})
+    for layer in layers:
+        # Interpolations stay as written until every layer is in, so that they see the final values.
+        container = OmegaConf.to_container(layer.values, resolve=False)
+        _check_keys(container, Recipe, layer.origin)
+        try:
+            merged = OmegaConf.merge(merged, layer.values)
+        except OmegaConfBaseException as error:
+            raise RecipeError(f"{layer.origin}: {_one_line(error)}") from error
+        for key, value in _leaves(container):
+            if value != MISSING or key not in origins:
+                origins[key] = layer.origin
+    values = _interpolated(merged, path)
+    unfilled = [key for key, value in _leaves(values) if value == MISSING]
+    if unfilled:
+        listed = ", ".join(unfilled)
+        raise RecipeError(f"{path}: no value for {listed}; set it there or on the command line: {unfilled[0]}=…")
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        raise RecipeError(_explain(error, origins)) from error
+    return Resolved(recipe, {key: origins.get(key, SCHEMA) for key, _ in _leaves(recipe.model_dump())})
+
+
+def _find(path_or_name: str | Path) -> Path:
+    """The recipe file meant: an existing path first, else a shipped name with or without `.yaml`."""
+    path = Path(path_or_name)
+    if path.is_file():
+        return path
+    directory = shipped("recipes")
+    if len(path.parts) == 1:
+        named = directory / (path.name if path.suffix in (".yaml", ".yml") else f"{path.name}.yaml")
+        if named.is_file():
+            return named
+    names = sorted(file.stem for file in directory.glob("*.yaml"))
+    near = difflib.get_close_matches(path.stem, names, n=1)
+    hint = f", did you mean {near[0]}?" if near else ""
+    raise RecipeError(f"No recipe file {str(path)!r}{hint}; shipped recipes: {', '.join(names)}")
+
+
+def _ancestry(path: Path, seen: tuple[Path, ...]) -> list[_Layer]:
+    """The layers of a file, its oldest ancestor first.
+
+    `defaults:` is one file or a list of them, looked for beside the file, then among the shipped recipes.
+    """
+    path = path.resolve()
+    if path in seen:
+        chain = " → ".join(p.name for p in (*seen, path))
+        raise RecipeError(f"{path}: defaults: the recipes inherit from each other in a circle: {chain}")
+    try:
+        values = OmegaConf.load(path)
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+        raise RecipeError(f"{path}: cannot be read as YAML: {_one_line(error)}") from error
+    if not isinstance(values, DictConfig):
+        raise RecipeError(f"{path}: expected a mapping of sections, got a {type(values).__name__}")
+    defaults = OmegaConf.to_container(values, resolve=False).pop("defaults", None)
+    values = OmegaConf.masked_copy(values, [key for key in values if key != "defaults"])
+    layers: list[_Layer] = []
+    for parent in [defaults] if isinstance(defaults, str) else defaults or []:
+        if not isinstance(parent, str):
+            raise RecipeError(f"{path}: defaults: expected a file name or a list of them, got {parent!r}")
+        beside = path.parent / parent
+        if not beside.is_file():
+            beside = shipped("recipes") / parent
+        if not beside.is_file():
+            raise RecipeError(f"{path}: defaults: no file {parent!r} beside it, nor among the shipped recipes")
+        layers += _ancestry(beside, (*seen, path))
+    return [*layers, _Layer(_shown(path), values)]
+
+
+def _shown(path: Path) -> str:
+    """A path as a person would write it from here."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
+    merged = OmegaConf.create({})
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals or not key.strip():
+            raise RecipeError(f"{COMMAND_LINE}: expected key=value, as in train.steps=2; got {override!r}")
+        try:
+            merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([override]))
+        except (YAMLError, OmegaConfBaseException, ValueError) as error:
+            raise RecipeError(f"{COMMAND_LINE}: {override!r} cannot be read: {_one_line(error)}") from error
+    return merged
+
+
+def _interpolated(merged: DictConfig, path: Path) -> dict[str, Any]:
+    try:
+        return OmegaConf.to_container(merged, resolve=True, throw_on_missing=False)
+    except OmegaConfBaseException as error:
+        raise RecipeError(f"{path}: {_one_line(error)}") from error
+
+
+def _check_keys(values: Any, schema: type[BaseModel], origin: str, prefix: str = "") -> None:
+    """Refuse what is not in the schema, naming the nearest key that is."""
+    if not isinstance(values, Mapping):
+        raise RecipeError(
+            f"{origin}: {prefix.rstrip('.') or 'recipe'}: expected a section with "
+            f"{', '.join(schema.model_fields)}; got {values!r}"
+        )
+    for key, value in values.items():
+        field = schema.model_fields.get(str(key))
+        if field is None:
+            near = _nearest(str(key), prefix, schema)
+            raise RecipeError(
+                f"{origin}: unknown key {prefix}{key}{near}; allowed here: {', '.join(schema.model_fields)}"
+            )
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            _check_keys(value, field.annotation, origin, f"{prefix}{key}.")
+
+
+def _all_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in schema.model_fields.items():
+        keys.append(f"{prefix}{name}")
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys += _all_keys(field.annotation, f"{prefix}{name}.")
+    return keys
+
+
+def _nearest(word: str, prefix: str, schema: type[BaseModel]) -> str:
+    """`, did you mean …?` for a near miss in this section, or for a key that stands in another one; else nothing."""
+    near = [f"{prefix}{key}" for key in difflib.get_close_matches(word, list(schema.model_fields), n=1)]
+    near = near or [key for key in _all_keys(Recipe) if key.rpartition(".")[2] == word][:1]
+    return f", did you mean {near[0]}?" if near else ""
+
+
+def _leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(values, Mapping) and values:
+        for key, value in values.items():
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    elif prefix:
+        yield prefix, values
+
+
+def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
+    """The first fault as one line: where it was written, key path, what is allowed, what came."""
+    faults = error.errors(include_url=False)
+    fault = faults[0]
+    key = ".".join(str(part) for part in fault["loc"])
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    if fault["type"] == "value_error":
+        message = str(fault["ctx"]["error"])
+        # A rule over several fields of the whole recipe names its key itself.
+        key = key or message.partition(":")[0]
+        message = message if message.startswith(key) else f"{key}: {message}"
+    else:
+        message = f"{key}: expected {_allowed(fault['loc'])}, got {fault['input']!r}"
+    origin = origins.get(key) or next((o for k, o in origins.items() if k.startswith(key + ".") and o != SCHEMA), None)
+    return f"{origin or SCHEMA}: {message}{more}"
+
+
+def _allowed(location: tuple[int | str, ...]) -> str:
+    """What a field takes, in words: `a whole number ≥ 1`, `one of 'vllm', 'scripted'`."""
+    schema: Any = Recipe
+    field = None
+    for part in location:
+        if not (isinstance(schema, type) and issubclass(schema, BaseModel)) or part not in schema.model_fields:
+            break
+        field = schema.model_fields[str(part)]
+        schema = field.annotation
+    if field is None:
+        return "another value"
+    return _type_in_words(field.annotation) + _bounds_in_words(field.metadata)
+
+
+def _type_in_words(annotation: Any) -> str:
+    origin = typing.get_origin(annotation)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(repr(choice) for choice in typing.get_args(annotation))
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_type_in_words(choice) for choice in typing.get_args(annotation))
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "null"}
+    return words.get(annotation, "a mapping")
+
+
+def _bounds_in_words(metadata: Sequence[Any]) -> str:
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "pattern": "matching"}
+    bounds = []
+    for item in metadata:
+        # pydantic keeps bounds as annotated-types objects and patterns in a general metadata object.
+        for name, sign in signs.items():
+            value = getattr(item, name, None)
+            if value is not None:
+                bounds.append(f"{sign} {value}")
+    return (" " + " and ".join(bounds)) if bounds else ""
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,143 @@
+"""Drift: why a request continues no recorded call.
+
+In: the item digests of the calls that were served, the request's items. Out: one cause, the call that the request
+nearly continues, and the first item in which they part.
+The nearest call is the one that shares the longest run of leading items, then the most items at all, then the latest.
+Not here: whether the request resolves (resolve); the first differing token (whoever has the tokens of both).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workbench.ledger.items import CallItems, ItemDigest, histories
+from workbench.wire import Cause
+from workbench.wire.fingerprints import REQUEST_ENVELOPE_ROLE
+
+
+@dataclass(frozen=True)
+class Drift:
+    """A diagnosis. `position` is the index of the first differing item in the request (the request envelope, where
+    there is one, is item 0), `nearest_call` the recorded call it was held against; None where there is none."""
+
+    cause: Cause
+    nearest_call: str | None
+    position: int | None
+    detail: str
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "cause": self.cause.value,
+            "nearest_call": self.nearest_call,
+            "position": self.position,
+            "detail": self.detail,
+        }
+
+
+def diagnose_drift(
+    recorded: Sequence[CallItems],
+    request_items: Sequence[Any],
+    *,
+    dialect: str = "chat",
+    prompt_options: str | None = None,
+    candidates: Sequence[str] = (),
+) -> Drift:
+    """Say why `request_items` continue none of `recorded`. Never raises for odd items.
+
+    `candidates` are the calls that did match where they were several; `prompt_options` is the digest of the request's
+    template arguments (`options_digest`).
+    """
+    if candidates:
+        return Drift(
+            Cause.DUPLICATE_OUTPUT,
+            candidates[0],
+            None,
+            f"{len(candidates)} recorded calls with different tokens answer to this history: {', '.join(candidates)}",
+        )
+    came = [ItemDigest.of(item) for item in request_items]
+    nearest = _nearest(recorded, came)
+    if nearest is None:
+        return Drift(Cause.UNKNOWN_HISTORY, None, None, "no recorded call shares an item with this request")
+    call, expected = nearest
+    position = _shared_prefix(expected, came)
+    cause, detail = _compare(call, expected, came, position, dialect, prompt_options)
+    return Drift(cause, call.model_call_id, position, detail)
+
+
+def _nearest(recorded: Sequence[CallItems], came: list[ItemDigest]) -> tuple[CallItems, list[ItemDigest]] | None:
+    whole = histories(recorded)
+    there = Counter(item.digest for item in came)
+    best: tuple[tuple[int, int, int], CallItems] | None = None
+    for order, call in enumerate(recorded):
+        expected = whole[call.model_call_id]
+        shared = sum((Counter(item.digest for item in expected) & there).values())
+        rank = (_shared_prefix(expected, came), shared, order)
+        if shared and (best is None or rank > best[0]):
+            best = (rank, call)
+    return None if best is None else (best[1], whole[best[1].model_call_id])
+
+
+def _shared_prefix(expected: list[ItemDigest], came: list[ItemDigest]) -> int:
+    for position, (one, other) in enumerate(zip(expected, came, strict=False)):
+        if one.digest != other.digest:
+            return position
+    return min(len(expected), len(came))
+
+
+def _compare(
+    call: CallItems,
+    expected: list[ItemDigest],
+    came: list[ItemDigest],
+    position: int,
+    dialect: str,
+    prompt_options: str | None,
+) -> tuple[Cause, str]:
+    if position == len(expected):
+        return _after_whole_history(call, came, position, prompt_options)
+    was, now = expected[position], came[position] if position < len(came) else None
+    if REQUEST_ENVELOPE_ROLE in (was.role, now.role if now else ""):
+        return Cause.TOOLS_CHANGED, "the request's tools or instructions differ from those of the recorded call"
+    if call.dialect != dialect:
+        return Cause.DIALECT_CHANGED, f"the recorded call spoke {call.dialect}, this request speaks {dialect}"
+    if was.role == "reasoning" and now is not None and now.role != "reasoning":
+        return Cause.TEMPLATE_STRIPPED_REASONING, f"item {position}: the recorded reasoning item is gone"
+    if now is not None and was.authored and now.authored:
+        return _compare_turns(was, now, position)
+    if sum(item.authored for item in came) < sum(item.authored for item in expected):
+        return (
+            Cause.CONTEXT_COMPACTED,
+            f"item {position}: the request has {len(came)} items where the recorded history has {len(expected)}",
+        )
+    return Cause.HISTORY_EDITED, f"item {position}: a {was.role or 'nameless'} item was changed"
+
+
+def _after_whole_history(
+    call: CallItems, came: list[ItemDigest], position: int, prompt_options: str | None
+) -> tuple[Cause, str]:
+    for later in range(position, len(came)):
+        if came[later].authored:
+            return Cause.UNKNOWN_HISTORY, f"item {later}: a model-authored item that no recorded call produced"
+    if call.prompt_options != prompt_options:
+        return (
+            Cause.TOOLS_CHANGED,
+            "the request's template arguments or response format differ from the recorded call's",
+        )
+    return Cause.UNKNOWN_HISTORY, "it continues a call that was served but has no tokens in custody"
+
+
+def _compare_turns(was: ItemDigest, now: ItemDigest, position: int) -> tuple[Cause, str]:
+    if len(now.tools) < len(was.tools):
+        return (
+            Cause.TOOL_CALL_DROPPED,
+            f"item {position}: {len(was.tools)} tool calls were recorded, {len(now.tools)} came back",
+        )
+    if was.tools != now.tools:
+        if [(tool.name, tool.lenient) for tool in was.tools] == [(tool.name, tool.lenient) for tool in now.tools]:
+            return Cause.TOOL_CALL_RESERIALISED, f"item {position}: a tool call came back in another spelling or id"
+        return Cause.HISTORY_EDITED, f"item {position}: the arguments or the name of a tool call were changed"
+    if was.bare != was.text and now.text != was.text and now.bare == was.bare:
+        return Cause.TEMPLATE_STRIPPED_REASONING, f"item {position}: the answer came back without its thinking"
+    return Cause.ASSISTANT_TEXT_CHANGED, f"item {position}: the text of a model turn came back changed"

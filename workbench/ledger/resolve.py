@@ -1,0 +1,128 @@
+"""Resolve: which recorded call does this request continue?
+
+    assistant fingerprint → candidates → conversation digest of each candidate's own request → same sequences collapse
+    → exactly one left: resolved; no model-authored turn: root; anything else: unresolved
+
+Invariant: an unresolved continuation is never turned into a root, for that would train policy tokens as prompt.
+Cost: two passes of hashing over the request's items; the number of recorded calls does not enter.
+Not here: files and locks (journal, store), why nothing matched (drift).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any, Literal
+
+import orjson
+
+from workbench.wire import CallRecord, assistant_fingerprint, conversation_digest
+
+Items = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class CustodyRow:
+    """One call in the ledger: its record and what makes it findable as a parent."""
+
+    record: CallRecord
+    fingerprint: str
+    context_len: int
+    context_digest: str
+    staging_chain: tuple[str, ...]
+    prompt_options: str | None  # digest of the template arguments; None: it had none
+    raw: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class FailureRow:
+    """A call that has no tokens in custody, with its wire reason."""
+
+    model_call_id: str
+    reason: str
+    detail: str | None
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """The raw outcome. `prev_len` is the parent's length in tokens, `staging_chain` its staging keys root first.
+
+    `candidates` names the calls that still matched where an `unresolved` outcome is one of ambiguity.
+    """
+
+    status: Literal["root", "resolved", "unresolved"]
+    parent: str | None = None
+    prev_len: int = 0
+    staging_chain: tuple[str, ...] = ()
+    chain_hash: str = ""
+    candidates: tuple[str, ...] = ()
+
+
+@dataclass
+class RolloutIndex:
+    """The rows of one rollout in memory, in file order, with the look-ups that resolving needs."""
+
+    custody: dict[str, CustodyRow] = field(default_factory=dict)
+    failures: dict[str, FailureRow] = field(default_factory=dict)
+    in_order: list[CustodyRow | FailureRow] = field(default_factory=list)
+    by_fingerprint: dict[str, list[CustodyRow]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, row: CustodyRow | FailureRow) -> None:
+        self.in_order.append(row)
+        if isinstance(row, FailureRow):
+            self.failures.setdefault(row.model_call_id, row)
+        elif row.record.model_call_id not in self.custody:
+            self.custody[row.record.model_call_id] = row
+            self.by_fingerprint[row.fingerprint].append(row)
+
+    def clear(self) -> None:
+        self.custody.clear()
+        self.failures.clear()
+        self.in_order.clear()
+        self.by_fingerprint.clear()
+
+
+def resolve(index: RolloutIndex, request_items: Items, prompt_options: str | None = None) -> Resolution:
+    """Find the one recorded call that `request_items` continue.
+
+    `prompt_options` is `options_digest` of whatever else shaped the prompt; a candidate must have had the same.
+    Raises `FingerprintError` for items that have no fingerprint.
+    """
+    fingerprint = assistant_fingerprint(request_items)
+    if not fingerprint:
+        return Resolution("root")
+    digests: dict[int, str] = {}
+    sequences: dict[str, CustodyRow] = {}
+    for row in index.by_fingerprint.get(fingerprint, ()):
+        length = row.context_len
+        # A request as long as the call's own does not contain its answer: it repeats the call, it doesn't continue it.
+        if length >= len(request_items) or row.prompt_options != prompt_options:
+            continue
+        if length not in digests:
+            digests[length] = conversation_digest(request_items[:length])
+        if digests[length] != row.context_digest:
+            continue
+        known = sequences.get(row.record.cumulative_hash)
+        if known is None or row.record.model_call_id < known.record.model_call_id:
+            sequences[row.record.cumulative_hash] = row
+    if len(sequences) != 1:
+        return Resolution(
+            "unresolved", candidates=tuple(sorted(row.record.model_call_id for row in sequences.values()))
+        )
+    (row,) = sequences.values()
+    return Resolution(
+        "resolved",
+        parent=row.record.model_call_id,
+        prev_len=row.record.cum_len,
+        staging_chain=row.staging_chain,
+        chain_hash=row.record.chain_hash,
+    )
+
+
+def options_digest(options: Mapping[str, Any] | None) -> str | None:
+    """SHA-256 (hex) of the canonical JSON of template arguments; None where there are none."""
+    if not options:
+        return None
+    return sha256(orjson.dumps(dict(options), option=orjson.OPT_SORT_KEYS)).hexdigest()

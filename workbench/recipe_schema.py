@@ -1,0 +1,241 @@
+"""Recipe schema: every setting of a campaign, typed, bounded and documented under its field.
+
+One class a section; `Recipe` is the whole tree. A recipe file names only what differs from the defaults here;
+`workbench.config.load_recipe` reads, merges and validates it. Types are strict: a quoted number is not a number.
+`???` marks what a recipe must fill. Units stand in the names (`_s`, `_gib`, `_bytes`, `_tokens`).
+
+Not here: inheritance and error texts (`workbench.config`), secrets (they come from the environment, and no field can
+hold one), what a task's own options mean (the environment checks `environment.options` itself).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+# The mark of a value that the final recipe must fill; OmegaConf's own.
+MISSING = "???"
+
+Dtype = Literal["bfloat16", "float32"]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0.0)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class Section(BaseModel):
+    """Base of all sections: strict types, unknown keys refused, frozen, docs taken from under the fields."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class Model(Section):
+    path: str = MISSING
+    """A name that `workbench models build` knows (`smollm2-135m`, `tiny`) or a Hugging Face directory."""
+    dtype: Dtype = "bfloat16"
+    """Number type of the engine's weights. float32 is for exactness tests: a third slower at best."""
+    max_model_len: Annotated[int, Field(ge=64)] = 1024
+    """Context window in tokens, prompt and answer together."""
+
+
+class TokenCapture(Section):
+    enabled: bool = False
+    """Stage every call's exact tokens. Off is the token-echo arm, the baseline of every comparison."""
+    sink_timeout_s: Seconds = 10.0
+    """How long a staged write may take. Longer is a capture failure of that call; its answer is served all the same."""
+    cache_bytes: Annotated[int, Field(ge=0)] = 64 * 2**20
+    """Memory for recent calls' token ids in the worker. 0 reads every parent back from TransferQueue."""
+
+
+class Sampling(Section):
+    temperature: Annotated[float, Field(gt=0.0, le=2.0)] = 1.0
+    """What the policy samples with; the trainer divides logits by the same number."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Nucleus sampling; 1.0 is off."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Keep the k most likely tokens; 0 is off."""
+    min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Drop tokens less likely than this share of the most likely one; 0.0 is off."""
+    max_tokens: Positive = 64
+    """The most tokens that one call may sample."""
+
+
+class Engine(Section):
+    kind: Literal["vllm", "scripted"] = "vllm"
+    """`scripted` replays given ids and log-probs through the same capture; for tests."""
+    max_num_seqs: Positive = 32
+    """Calls that the engine runs at once."""
+    kv_cache_gib: Annotated[float, Field(gt=0.0)] = 1.0
+    """Memory for the KV cache. On a CPU vLLM takes whole gibibytes: it is rounded up."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """OpenMP threads of the engine; 0 means all processors of this machine."""
+    start_timeout_s: Seconds = 240.0
+    """How long until the engine must answer its health route."""
+    port: Port = 0
+    """Port of the worker's HTTP server; 0 lets the system choose."""
+    script_path: str | None = None
+    """JSONL script of the scripted engine; null for a real one."""
+
+
+class Gateway(Section):
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback opens the policy to the network."""
+    port: Port = 0
+    """Port to listen on; 0 lets the system choose."""
+    request_timeout_s: Seconds = 120.0
+    """How long one agent request may take, the engine's work included."""
+    max_body_bytes: Positive = 16 * 2**20
+    """Largest request body."""
+
+
+class DataPlane(Section):
+    storage_units: Positive = 2
+    """TransferQueue storage actors. Each needs one logical CPU of Ray, and the controller one more."""
+    send_recv_timeout_s: Seconds = 20.0
+    """One attempt against a storage unit. TransferQueue's default, 200 s, hides a dead one for ten minutes."""
+    max_attempts: Positive = 2
+    """Attempts before a storage unit counts as lost."""
+
+
+class RayCluster(Section):
+    address: str = "local"
+    """`local` starts a Ray of its own; `auto` or host:port joins a running cluster."""
+    num_cpus: Positive = 8
+    """Logical CPUs of a local Ray: slots for actors, not processors. Ignored when joining a cluster."""
+
+
+class Misbehave(Section):
+    """Shares of rollouts whose agent does, on purpose and once, what agents out there do. They add up to at most 1."""
+
+    retry: Fraction = 0.0
+    """Sends one request twice with the same body and goes on with the second answer: a dead sibling in the chain."""
+    branch: Fraction = 0.0
+    """Asks a side question off the main line and drops the answer: a side branch."""
+    overflow: Fraction = 0.0
+    """Ends on a request that is longer than the window; the chain before it still trains."""
+    edit: Fraction = 0.0
+    """Rewrites an earlier answer of the model in its history: the next call has no parent, the rollout is masked."""
+    stream: Fraction = 0.0
+    """Share of calls, of any rollout, that are asked for as a stream of events."""
+
+    @model_validator(mode="after")
+    def _at_most_one_each(self) -> Misbehave:
+        total = self.retry + self.branch + self.overflow + self.edit
+        if total > 1.0 + 1e-9:
+            raise ValueError(f"expected retry + branch + overflow + edit to be at most 1, got {total:g}")
+        return self
+
+
+class Environment(Section):
+    name: str = MISSING
+    """Which task: see `workbench.campaign.environments`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """The task's own settings; the environment refuses those it does not know."""
+    misbehave: Misbehave = Field(default_factory=Misbehave)
+    """Faults that the agents commit on purpose."""
+
+
+class Rollouts(Section):
+    max_inflight_groups: Positive = 4
+    """Groups whose agents run at once."""
+    timeout_s: Seconds = 180.0
+    """How long one rollout may take. Longer makes it a placeholder."""
+
+
+class Finalizer(Section):
+    actors: Positive = 1
+    """Finalizer actors; each takes one logical CPU."""
+    timeout_s: Seconds = 60.0
+    """How long one group may take to be verified, published and stored."""
+
+
+class Advantage(Section):
+    name: str = "grpo"
+    """Advantage estimator: see `workbench.train`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """The estimator's own settings, such as `baseline: leave_one_out`."""
+
+
+class Train(Section):
+    steps: Positive = 6
+    """Optimiser steps; the weight version after the last one is this number."""
+    groups_per_step: Positive = 4
+    """Groups in one optimiser step."""
+    rollouts_per_group: Annotated[int, Field(ge=2)] = 4
+    """Rollouts of one task, compared with each other. One alone has no baseline, so at least 2."""
+    learning_rate: Annotated[float, Field(gt=0.0)] = 1e-5
+    """AdamW's."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """AdamW's."""
+    max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    """Gradients are scaled down to this norm."""
+    micro_batch_tokens: Positive = 2048
+    """Padded tokens in one forward pass; bounds the trainer's memory."""
+    dtype: Dtype = "float32"
+    """Number type of the trainer's weights. In bfloat16 updates below 0.4 % of a weight are lost to rounding."""
+    threads: Annotated[int, Field(ge=0)] = 0
+    """Torch threads of the trainer; 0 means all processors of this machine."""
+    max_staleness: Annotated[int, Field(ge=0)] = 1
+    """How many versions a row may lag behind the weights it trains. 0 never overlaps rollouts and training."""
+    clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
+    """The ratio is clipped below 1 − this."""
+    clip_high: Annotated[float, Field(gt=0.0)] = 0.28
+    """The ratio is clipped above 1 + this."""
+    advantage: Advantage = Field(default_factory=Advantage)
+    """How rewards become advantages."""
+    timeout_s: Seconds = 600.0
+    """How long one optimiser step may take."""
+
+
+class Proof(Section):
+    max_mean_abs_delta: Annotated[float, Field(gt=0.0)] = 0.08
+    """Largest mean |log-prob of sampler − trainer| on the fixed prompt after a weight sync. A bf16 engine against a
+    float32 trainer shows about 0.03; a mixed model 0.75."""
+
+
+class Reports(Section):
+    dir: str = "reports"
+    """Where runs are stored, one directory each. Relative to where the command runs."""
+
+
+class Recipe(Section):
+    """One campaign, whole."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,79}$")] = MISSING
+    """Name of the campaign; runs are called after it. Up to 80 letters, digits, dots, dashes and underscores."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seeds tasks, agents and the engine. Runs still differ by the order in which calls are batched."""
+    model: Model = Field(default_factory=Model)
+    token_capture: TokenCapture = Field(default_factory=TokenCapture)
+    sampling: Sampling = Field(default_factory=Sampling)
+    engine: Engine = Field(default_factory=Engine)
+    gateway: Gateway = Field(default_factory=Gateway)
+    data_plane: DataPlane = Field(default_factory=DataPlane)
+    ray: RayCluster = Field(default_factory=RayCluster)
+    environment: Environment = Field(default_factory=Environment)
+    rollouts: Rollouts = Field(default_factory=Rollouts)
+    finalizer: Finalizer = Field(default_factory=Finalizer)
+    train: Train = Field(default_factory=Train)
+    proof: Proof = Field(default_factory=Proof)
+    reports: Reports = Field(default_factory=Reports)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Recipe:
+        # Each of these would otherwise show minutes later, as a wait without end or as rows nobody can train on.
+        needed = self.data_plane.storage_units + 1
+        if self.ray.address == "local" and self.ray.num_cpus < needed:
+            raise ValueError(
+                f"ray.num_cpus: expected at least {needed} logical CPUs, because TransferQueue takes one for its "
+                f"controller and one for each of {self.data_plane.storage_units} storage units; got {self.ray.num_cpus}"
+            )
+        if self.sampling.max_tokens >= self.model.max_model_len:
+            raise ValueError(
+                f"sampling.max_tokens: expected less than model.max_model_len ({self.model.max_model_len}), "
+                f"so that a prompt fits too; got {self.sampling.max_tokens}"
+            )
+        if self.engine.kind == "scripted" and self.engine.script_path is None:
+            raise ValueError("engine.script_path: expected a JSONL file, because engine.kind is 'scripted'; got null")
+        return self

@@ -1,0 +1,173 @@
+"""Writer: the one way anything of a campaign reaches the run directory.
+
+    events.jsonl  steps.jsonl  groups.jsonl      one JSON object a line, appended and flushed
+    status.json                                  replaced whole
+    calls/ rows/ train/ *.parquet, receipts/     one part a group or step, replaced whole
+
+Invariants: a file that is replaced whole is either the old one or the new one (temporary name, fsync, rename, fsync of
+the directory); a line is appended with a single write, so a killed process leaves at most one torn last line; closing
+twice is harmless and nothing is written after it.
+Not here: which columns there are (schema), reading (reader).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+
+from workbench.errors import RunStoreError
+from workbench.runs import schema
+
+_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+
+
+def dumps(value: Any) -> bytes:
+    """JSON as every file of a run has it: numpy scalars and arrays allowed, NaN and infinities become null."""
+    return orjson.dumps(value, default=str, option=_OPTIONS)
+
+
+@contextlib.contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """Yield a file that takes `path`'s place, fsynced, when the block ends; on an error `path` is left as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("wb") as handle:
+            yield handle
+            handle.flush()
+            os.fsync(handle.fileno())
+        temporary.replace(path)
+        _sync_directory(path.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_part(path: Path, table: str, columns: Mapping[str, Sequence[Any]]) -> None:
+    """Write one Parquet part of `table`: exactly its declared columns, atomically, fsynced.
+
+    `columns` maps every declared column to a sequence of equal length (numpy arrays are welcome in list columns).
+    Raises RunStoreError when a column is missing, unknown or does not fit its dtype.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    declared = [c.name for c in schema.columns(table)]
+    missing, unknown = set(declared) - set(columns), set(columns) - set(declared)
+    if missing or unknown:
+        raise RunStoreError(
+            f"part {path.name} of table {table}: expected its {len(declared)} declared columns, "
+            f"missing {sorted(missing)}, unknown {sorted(unknown)}; declare columns in workbench.runs.schema"
+        )
+    arrow = schema.arrow_schema(table)
+    try:
+        arrays = [pa.array(columns[field.name], type=field.type) for field in arrow]
+        part = pa.Table.from_arrays(arrays, schema=arrow)
+    except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+        raise RunStoreError(f"part {path.name} of table {table} does not fit its columns: {error}") from error
+    with atomic_file(path) as handle:
+        pq.write_table(part, handle, compression="zstd")
+
+
+def write_lines(path: Path, rows: Sequence[Any]) -> None:
+    """Write a JSONL part whole, atomically, fsynced."""
+    with atomic_file(path) as handle:
+        handle.writelines(dumps(row) + b"\n" for row in rows)
+
+
+class RunWriter:
+    """Appends a campaign's events, steps and groups, and replaces its status; safe to call from several threads.
+
+    Opening a run that exists continues it; a run that somebody else has open raises RunStoreError. A torn
+    last line (a process killed in mid-append) is cut off first, so that the next line is not glued to it.
+    """
+
+    FILES = ("events", "steps", "groups")
+
+    def __init__(self, run_dir: str | os.PathLike[str]) -> None:
+        self.run_dir = Path(run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._status: dict[str, Any] = {}
+        self._files = {name: self._open(self.run_dir / f"{name}.jsonl") for name in self.FILES}
+
+    @staticmethod
+    def _open(path: Path) -> IO[bytes]:
+        handle = path.open("a+b", buffering=0)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            handle.close()
+            raise RunStoreError(
+                f"{path} is being written by another process; wait for that run to end or choose another run name"
+            ) from error
+        size = handle.seek(0, os.SEEK_END)
+        if size:
+            handle.seek(0)
+            whole = handle.read().rfind(b"\n") + 1
+            if whole < size:
+                handle.truncate(whole)
+        return handle
+
+    def _append(self, name: str, row: Mapping[str, Any]) -> None:
+        line = dumps(dict(row)) + b"\n"
+        with self._lock:
+            if self._closed:
+                raise RunStoreError(f"run {self.run_dir} is closed; the {name} line {line[:120]!r} was not written")
+            self._files[name].write(line)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append `{"at": Unix time, "kind": kind, **fields}` to events.jsonl."""
+        self._append("events", {"at": time.time(), "kind": kind, **fields})
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Append one optimiser step to steps.jsonl (columns of table `steps`; more are kept)."""
+        self._append("steps", row)
+
+    def group(self, row: Mapping[str, Any]) -> None:
+        """Append one finalised group to groups.jsonl (columns of table `groups`; more are kept)."""
+        self._append("groups", row)
+
+    def status(self, row: Mapping[str, Any] | None = None, /, **fields: Any) -> None:
+        """Merge into status.json and replace it; readers never see half a file."""
+        with self._lock:
+            if self._closed:
+                raise RunStoreError(f"run {self.run_dir} is closed; its status stays as it is")
+            self._status |= {**(row or {}), **fields}
+            with atomic_file(self.run_dir / "status.json") as handle:
+                handle.write(dumps(self._status | {"updated_at": time.time()}))
+
+    def close(self) -> None:
+        """Fsync and close everything; a second call does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for handle in self._files.values():
+                with contextlib.suppress(OSError):
+                    os.fsync(handle.fileno())
+                handle.close()
+
+    def __enter__(self) -> RunWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
