@@ -82,9 +82,10 @@ class Campaign:
         self.fleet = fleet
         self.writer = writer
         self.run_name = fleet.run_dir.name
+        self._environment = make_environment(recipe)
         self.version = 0
         self._version_changed = asyncio.Condition()
-        self._buffer = ReplayBuffer(capacity=self._capacity(), sampler="in_order", max_staleness=recipe.train.max_staleness)
+        self._buffer = ReplayBuffer(capacity=self._capacity(), sampler="in_order")
         self._group_ready = asyncio.Condition()
         self._next_group = 0
         self._replaced = 0
@@ -107,7 +108,7 @@ class Campaign:
         self._player = RolloutPlayer(
             gateway_url=self.fleet.gateway_url,
             control=self.fleet.control,
-            environment=make_environment(recipe.environment.name, **recipe.environment.factory_options()),
+            environment=self._environment,
             model="policy",
             timeout_s=recipe.rollouts.timeout_s,
             request_timeout_s=recipe.gateway.request_timeout_s,
@@ -159,13 +160,13 @@ class Campaign:
     async def _play_group(self, step: int, number: int) -> bool:
         group_id = f"g{number:05d}"
         train = self.recipe.train
-        task = self._player._environment.task(self.recipe.seed * 1_000_003 + number)
+        task = self._environment.task(self.recipe.seed * 1_000_003 + number)
         plans = [
             RolloutPlan(run=self.run_name, group=number, index=index, attempt=0, task=task)
             for index in range(train.rollouts_per_group)
         ]
         rollout_ids = [plan.rollout_id for plan in plans]
-        self._buffer.reserve(group_id, rollout_ids)
+        self._buffer.reserve(group_id, rollout_ids, self.version)
         self._in_flight[group_id] = "sampling"
         version_at_start = self.version
         began = time.monotonic()

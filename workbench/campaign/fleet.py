@@ -110,7 +110,7 @@ class Fleet:
 
     def _check_logical_cpus(self) -> None:
         recipe = self.recipe
-        if recipe.ray.address is not None:
+        if recipe.ray.address != "local":
             return
         parts = {
             "TransferQueue controller": 1,
@@ -142,7 +142,7 @@ class Fleet:
                 "include_dashboard": False,
                 "runtime_env": {"env_vars": {WORKER_TOKEN: os.environ[WORKER_TOKEN]}},
             }
-            if recipe.ray.address is None:
+            if recipe.ray.address == "local":
                 options |= {"address": "local", "num_cpus": recipe.ray.num_cpus, "_temp_dir": temp_dir}
             else:
                 options |= {"address": recipe.ray.address}
