@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
-from yaml import YAMLError
 
 from workbench.errors import RecipeError
 from workbench.places import shipped
 from workbench.recipe_schema import MISSING, Recipe
 
-__all__ = ["Recipe", "Resolved", "load_recipe", "resolve_recipe"]
+__all__ = ["Recipe", "Resolved", "describe", "load_recipe", "resolve_recipe"]
 
 SCHEMA = "schema default"
 COMMAND_LINE = "command line"
@@ -68,25 +68,48 @@ def resolve_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> R
     merged = OmegaConf.create({})
     for layer in layers:
         # Interpolations stay as written until every layer is in, so that they see the final values.
-        container = OmegaConf.to_container(layer.values, resolve=False)
-        _check_keys(container, Recipe, layer.origin)
+        written = _plain(layer.values)
+        _check_keys(written, Recipe, layer.origin)
+        _forget_options_of_another(merged, layer.values)
         try:
-            merged = OmegaConf.merge(merged, layer.values)
+            merged = _mapping(OmegaConf.merge(merged, layer.values))
         except OmegaConfBaseException as error:
             raise RecipeError(f"{layer.origin}: {_one_line(error)}") from error
-        for key, value in _leaves(container):
+        for key, value in _leaves(written):
             if value != MISSING or key not in origins:
                 origins[key] = layer.origin
     values = _interpolated(merged, path)
     unfilled = [key for key, value in _leaves(values) if value == MISSING]
     if unfilled:
         listed = ", ".join(unfilled)
-        raise RecipeError(f"{path}: no value for {listed}; set it there or on the command line: {unfilled[0]}=…")
+        raise RecipeError(
+            f"{_shown(path)}: no value for {listed}; set it there or on the command line: {unfilled[0]}=…"
+        )
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
         raise RecipeError(_explain(error, origins)) from error
     return Resolved(recipe, {key: origins.get(key, SCHEMA) for key, _ in _leaves(recipe.model_dump())})
+
+
+def describe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> str:
+    """The resolved recipe as YAML, each value with its origin behind it."""
+    resolved = resolve_recipe(path_or_name, overrides)
+    lines: list[tuple[str, str]] = []
+    _describe(resolved.recipe.model_dump(), resolved.origins, "", lines)
+    width = max(len(text) for text, _ in lines)
+    return "\n".join(f"{text:<{width}}  # {origin}" if origin else text for text, origin in lines)
+
+
+def _describe(values: Mapping[str, Any], origins: Mapping[str, str], prefix: str, lines: list[tuple[str, str]]) -> None:
+    indent = "  " * prefix.count(".")
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            lines.append((f"{indent}{key}:", ""))
+            _describe(value, origins, f"{prefix}{key}.", lines)
+        else:
+            written = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+            lines.append((f"{indent}{key}: {written}", origins.get(f"{prefix}{key}", SCHEMA)))
 
 
 def _find(path_or_name: str | Path) -> Path:
@@ -111,32 +134,35 @@ def _ancestry(path: Path, seen: tuple[Path, ...]) -> list[_Layer]:
     `defaults:` is one file or a list of them, looked for beside the file, then among the shipped recipes.
     """
     path = path.resolve()
+    shown = _shown(path)
     if path in seen:
         chain = " → ".join(p.name for p in (*seen, path))
-        raise RecipeError(f"{path}: defaults: the recipes inherit from each other in a circle: {chain}")
+        raise RecipeError(f"{shown}: defaults: the recipes inherit from each other in a circle: {chain}")
     try:
         values = OmegaConf.load(path)
-    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
-        raise RecipeError(f"{path}: cannot be read as YAML: {_one_line(error)}") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+        raise RecipeError(f"{shown}: cannot be read as YAML: {_one_line(error)}") from error
     if not isinstance(values, DictConfig):
-        raise RecipeError(f"{path}: expected a mapping of sections, got a {type(values).__name__}")
-    defaults = OmegaConf.to_container(values, resolve=False).pop("defaults", None)
-    values = OmegaConf.masked_copy(values, [key for key in values if key != "defaults"])
+        raise RecipeError(f"{shown}: expected a mapping of sections, got a {type(values).__name__}")
+    written = _plain(values)
+    defaults = written.pop("defaults", None)
+    values = OmegaConf.masked_copy(values, list(written))
     layers: list[_Layer] = []
     for parent in [defaults] if isinstance(defaults, str) else defaults or []:
         if not isinstance(parent, str):
-            raise RecipeError(f"{path}: defaults: expected a file name or a list of them, got {parent!r}")
+            raise RecipeError(f"{shown}: defaults: expected a file name or a list of them, got {parent!r}")
         beside = path.parent / parent
         if not beside.is_file():
             beside = shipped("recipes") / parent
         if not beside.is_file():
-            raise RecipeError(f"{path}: defaults: no file {parent!r} beside it, nor among the shipped recipes")
+            raise RecipeError(f"{shown}: defaults: no file {parent!r} beside it, nor among the shipped recipes")
         layers += _ancestry(beside, (*seen, path))
-    return [*layers, _Layer(_shown(path), values)]
+    return [*layers, _Layer(shown, values)]
 
 
 def _shown(path: Path) -> str:
     """A path as a person would write it from here."""
+    path = path.resolve()
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
@@ -147,17 +173,36 @@ def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
         if not equals or not key.strip():
             raise RecipeError(f"{COMMAND_LINE}: expected key=value, as in train.steps=2; got {override!r}")
         try:
-            merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([override]))
-        except (YAMLError, OmegaConfBaseException, ValueError) as error:
+            merged = _mapping(OmegaConf.merge(merged, OmegaConf.from_dotlist([override])))
+        except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
             raise RecipeError(f"{COMMAND_LINE}: {override!r} cannot be read: {_one_line(error)}") from error
     return merged
 
 
 def _interpolated(merged: DictConfig, path: Path) -> dict[str, Any]:
     try:
-        return OmegaConf.to_container(merged, resolve=True, throw_on_missing=False)
+        return _plain(merged, resolve=True)
     except OmegaConfBaseException as error:
-        raise RecipeError(f"{path}: {_one_line(error)}") from error
+        raise RecipeError(f"{_shown(path)}: {_one_line(error)}") from error
+
+
+def _forget_options_of_another(merged: DictConfig, layer: DictConfig) -> None:
+    """A layer that names another environment (or estimator) drops the options that were meant for the one before."""
+    for section in ("environment", "train.advantage"):
+        name = OmegaConf.select(layer, f"{section}.name", throw_on_missing=False)
+        if name is not None and name != OmegaConf.select(merged, f"{section}.name", throw_on_missing=False):
+            OmegaConf.update(merged, f"{section}.options", {}, merge=False)
+
+
+def _plain(values: DictConfig, resolve: bool = False) -> dict[str, Any]:
+    container = OmegaConf.to_container(values, resolve=resolve, throw_on_missing=False)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def _mapping(values: Any) -> DictConfig:
+    assert isinstance(values, DictConfig)
+    return values
 
 
 def _check_keys(values: Any, schema: type[BaseModel], origin: str, prefix: str = "") -> None:
@@ -216,7 +261,7 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
     else:
         message = f"{key}: expected {_allowed(fault['loc'])}, got {fault['input']!r}"
     origin = origins.get(key) or next((o for k, o in origins.items() if k.startswith(key + ".") and o != SCHEMA), None)
-    return f"{origin or SCHEMA}: {message}{more}"
+    return (f"{origin}: " if origin not in (None, SCHEMA) else "") + message + more
 
 
 def _allowed(location: tuple[int | str, ...]) -> str:

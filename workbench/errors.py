@@ -8,7 +8,8 @@
     ├── WireError (also ValueError)     a record, digest, extras tree or envelope breaks the wire contract
     │   └── FingerprintError            an item cannot be fingerprinted
     ├── CaptureError                    capture was asked for something it must refuse
-    │   └── SpliceError                 no unique boundary: the child's prompt cannot be built
+    │   ├── SpliceError                 no unique boundary: the child's prompt cannot be built
+    │   └── CallRefused (also ValueError) a request that cannot be captured exactly, or not twice; served as a 400
     ├── LedgerError
     │   ├── LedgerConflict              a different row for a call that is already recorded
     │   ├── LedgerCorrupt               a broken line before others
@@ -68,6 +69,10 @@ class CaptureError(WorkbenchError):
 
 class SpliceError(CaptureError):
     """The child's prompt cannot be built from the parent's ids: the template shows no unique boundary."""
+
+
+class CallRefused(CaptureError, ValueError):
+    """This request cannot be captured exactly, or was admitted before. A `ValueError`, so that it is served as a 400."""
 
 
 class LedgerError(WorkbenchError):

@@ -17,7 +17,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from workbench.errors import ModelMissing
+from workbench.places import home
 
 BUILD_MARKER = "workbench_model.json"
 BUILD_VERSION = 1
@@ -41,8 +41,7 @@ MAX_POSITIONS = 8192
 
 def models_dir() -> Path:
     """Where built models live: `$WORKBENCH_HOME/models`, by default `~/.cache/workbench/models`."""
-    home = os.environ.get("WORKBENCH_HOME") or Path.home() / ".cache" / "workbench"
-    return Path(home).expanduser() / "models"
+    return home() / "models"
 
 
 def resolve(name_or_path: str | Path) -> Path:
@@ -80,6 +79,7 @@ def build(name: str) -> Path:
             return folder
         draft = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
         try:
+            _quiet_progress_bars()
             BUILDERS[name](draft)
             marker = {"name": name, "build_version": BUILD_VERSION}
             (draft / BUILD_MARKER).write_text(json.dumps(marker) + "\n")
@@ -104,6 +104,12 @@ def _locked(path: Path) -> Iterator[None]:
     with path.open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+
+
+def _quiet_progress_bars() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
 
 
 def _build_smollm2(folder: Path) -> None:
@@ -221,7 +227,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("verb", choices=["build", "path"], help="build what is missing, or say where it is")
     parser.add_argument("names", nargs="+", metavar="NAME", help=f"of {', '.join(sorted(BUILDERS))}")
     args = parser.parse_args(argv)
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         for name in args.names:
             print(build(name) if args.verb == "build" else resolve(name))

@@ -123,7 +123,7 @@ def _after_whole_history(
     if call.prompt_options != prompt_options:
         return (
             Cause.TOOLS_CHANGED,
-            "the request's template arguments or response format differ from the recorded call's",
+            "template arguments or response format differ from the recorded call's",
         )
     return Cause.UNKNOWN_HISTORY, "it continues a call that was served but has no tokens in custody"
 

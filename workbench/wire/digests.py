@@ -13,7 +13,6 @@ Not here: the order of the mask (carry, then generation), which is the verifier'
 from __future__ import annotations
 
 import hashlib
-import re
 import struct
 
 import numpy as np
@@ -27,7 +26,6 @@ from workbench.wire.encoding import (
     float64_column,
     text,
     token_array,
-    u64,
 )
 from workbench.wire.extras import EXTRAS_DIGEST_VERSION
 
@@ -37,21 +35,22 @@ DIGEST_VERSION = 2
 _PREFIX_DOMAIN = b"nemo-gym-staging-prefix-v2"
 _CHAIN_DOMAIN = b"nemo-gym-staging-chain-v1"
 _CALL_DOMAIN = b"nemo-gym-staging-call-v2"
-_HEX = re.compile(r"[0-9a-f]{64}")
+_VERSION_BYTES = bytes((SCHEMA_VERSION, DIGEST_VERSION, EXTRAS_DIGEST_VERSION))
 _COUNT = struct.Struct(">Q")
 _COLUMN_HEAD = struct.Struct(">QQ")
-
-
-def is_digest(value: object) -> bool:
-    """True for 64 lowercase hex digits."""
-    return isinstance(value, str) and _HEX.fullmatch(value) is not None
+_LENGTHS = struct.Struct(">QQQQ")
 
 
 def digest_bytes(value: str, what: str) -> bytes:
     """The 32 bytes of a hex digest. Raises WireError for anything but 64 lowercase hex digits."""
-    if not is_digest(value):
+    try:
+        raw = bytes.fromhex(value)
+    except (TypeError, ValueError):
+        raw = b""
+    # `fromhex` also reads upper case and spaces; the way back tells.
+    if len(raw) != 32 or raw.hex() != value:
         raise WireError(f"{what} must be 64 lowercase hex digits, got {value!r}")
-    return bytes.fromhex(value)
+    return raw
 
 
 def hash_token_ids(token_ids: TokenIds) -> str:
@@ -61,9 +60,14 @@ def hash_token_ids(token_ids: TokenIds) -> str:
 
 def hash_encoded_ids(ids_be_T: np.ndarray) -> str:
     """`hash_token_ids` of a column that is `>u8` already."""
-    digest = hashlib.sha256(_PREFIX_DOMAIN + _COUNT.pack(ids_be_T.size))
+    digest = prefix_hasher(ids_be_T.size)
     digest.update(ids_be_T)
     return digest.hexdigest()
+
+
+def prefix_hasher(count: int) -> hashlib._Hash:
+    """A hasher that gives the cumulative hash once `count` ids were fed to it as `>u8` columns, in order."""
+    return hashlib.sha256(_PREFIX_DOMAIN + _COUNT.pack(count))
 
 
 def chain_hash(parent_chain_hash: str | None, token_ids_delta: TokenIds) -> str:
@@ -212,18 +216,16 @@ def hash_call_columns(
             f"call {rollout_id}/{model_call_id}: delta_len {delta_len} but {ids_be_T.size} ids, "
             f"{mask_be_T.size} masks, {logprobs_be_T.size} log-probs"
         )
-    identity = (
-        bytes((SCHEMA_VERSION, DIGEST_VERSION, EXTRAS_DIGEST_VERSION))
-        + text(rollout_id, "rollout_id")
-        + text(model_call_id, "model_call_id")
-        + (b"\x00" if parent_call_id is None else b"\x01" + text(parent_call_id, "parent_call_id"))
-        + text(mode, "mode")
-        + u64(prev_len, "prev_len")
-        + u64(delta_len, "delta_len")
-        + u64(cum_len, "cum_len")
-        + u64(weight_version, "weight_version")
+    head = (
+        _CALL_DOMAIN,
+        _VERSION_BYTES,
+        text(rollout_id, "rollout_id"),
+        text(model_call_id, "model_call_id"),
+        b"\x00" if parent_call_id is None else b"\x01" + text(parent_call_id, "parent_call_id"),
+        text(mode, "mode"),
+        _lengths(prev_len, delta_len, cum_len, weight_version),
     )
-    digest = hashlib.sha256(_CALL_DOMAIN + identity)
+    digest = hashlib.sha256(b"".join(head))
     for column in (ids_be_T, mask_be_T, logprobs_be_T):
         digest.update(_COLUMN_HEAD.pack(8 + column.nbytes, column.size))
         digest.update(column)
@@ -235,3 +237,13 @@ def hash_call_columns(
         + digest_bytes(cumulative_hash, "cumulative_hash")
     )
     return digest.hexdigest()
+
+
+def _lengths(prev_len: int, delta_len: int, cum_len: int, weight_version: int) -> bytes:
+    values = (prev_len, delta_len, cum_len, weight_version)
+    if not (type(prev_len) is type(delta_len) is type(cum_len) is type(weight_version) is int):
+        raise WireError(f"prev_len, delta_len, cum_len and weight_version must be ints, got {values}")
+    try:
+        return _LENGTHS.pack(*values)
+    except struct.error as error:
+        raise WireError(f"prev_len, delta_len, cum_len and weight_version must be 0..2^64-1, got {values}") from error

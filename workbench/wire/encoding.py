@@ -24,6 +24,12 @@ TokenIds = Sequence[int] | np.ndarray
 Floats = Sequence[float] | np.ndarray
 
 U64_MAX = 2**64 - 1
+BIG_ENDIAN_ID = np.dtype(">u8")
+_BIG_ENDIAN = {
+    np.dtype(np.uint64): BIG_ENDIAN_ID,
+    np.dtype(np.float32): np.dtype(">f4"),
+    BIG_ENDIAN_ID: BIG_ENDIAN_ID,
+}
 _U64 = struct.Struct(">Q")
 
 
@@ -123,8 +129,8 @@ def float32_array(values: Floats, what: str = "floats") -> np.ndarray:
 
 
 def big_endian(column: np.ndarray) -> np.ndarray:
-    """The same column with its memory big-endian and contiguous: `>u8` for ids, `>f4` for float32."""
-    return np.ascontiguousarray(column, dtype=column.dtype.newbyteorder(">"))
+    """The same column with its memory big-endian and contiguous: uint64 becomes `>u8`, float32 becomes `>f4`."""
+    return np.ascontiguousarray(column, dtype=_BIG_ENDIAN[column.dtype])
 
 
 def encode_token_ids(values: TokenIds) -> bytes:

@@ -12,7 +12,16 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from workbench.campaign.environments.answer_form import read_answer
-from workbench.campaign.environments.base import AgentResult, Message, Reward, Task, WindowFull, say, take_options
+from workbench.campaign.environments.base import (
+    AgentResult,
+    Message,
+    Reward,
+    Task,
+    WindowFull,
+    say,
+    take_options,
+    weigh,
+)
 from workbench.errors import RecipeError
 
 LABEL = "Answer"
@@ -59,4 +68,4 @@ class AddUp:
             "near": 0.0 if miss is None else max(0.0, 1.0 - miss / (2 * self.high)),
             "right": 1.0 if miss == 0 else 0.0,
         }
-        return Reward(sum(WEIGHTS[part] * value for part, value in components.items()), components)
+        return weigh(components, WEIGHTS)

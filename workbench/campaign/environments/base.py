@@ -5,8 +5,8 @@ URL is all it knows of Workbench. It neither sees token ids nor knows that its c
 order is: `task` → `run` → freeze → `reward`, so nothing that happens during scoring can change the trajectory.
 
 A rollout that goes wrong is data: an agent whose window is full ends with what it has and says so in
-`AgentResult.ended_early`, and its chain still trains; only faults of the connection are raised. Sampling settings are not the agent's: they belong to
-the recipe, and the gateway refuses others.
+`AgentResult.ended_early`, and its chain still trains; only faults of the connection are raised. Sampling settings are
+not the agent's: they belong to the recipe, and the gateway refuses others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from openai import AsyncOpenAI, BadRequestError
 from openai.types.chat import ChatCompletion
@@ -87,13 +87,18 @@ async def say(client: AsyncOpenAI, model: str, messages: list[Message]) -> tuple
     Raises WindowFull when the endpoint refuses the request (400); other failures of the client pass through.
     """
     try:
-        completion: ChatCompletion = await client.chat.completions.create(model=model, messages=messages)
+        completion: ChatCompletion = await client.chat.completions.create(model=model, messages=cast(Any, messages))
     except BadRequestError as error:
         raise WindowFull(str(error)) from error
     text = completion.choices[0].message.content or ""
     # The history must hold the text as it was served, to the character: it is what names the parent call.
     messages.append({"role": "assistant", "content": text})
     return text, completion.model_dump(mode="json", exclude_unset=True)
+
+
+def weigh(components: dict[str, float], weights: Mapping[str, float]) -> Reward:
+    """The weighted sum, rounded so that a full score is exactly 1 and equal answers have equal rewards."""
+    return Reward(round(sum(weights[part] * value for part, value in components.items()), 9), components)
 
 
 def take_options(environment: str, options: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:

@@ -14,7 +14,16 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from workbench.campaign.environments.answer_form import Reading, read_answer
-from workbench.campaign.environments.base import AgentResult, Message, Reward, Task, WindowFull, say, take_options
+from workbench.campaign.environments.base import (
+    AgentResult,
+    Message,
+    Reward,
+    Task,
+    WindowFull,
+    say,
+    take_options,
+    weigh,
+)
 from workbench.errors import RecipeError
 
 LABEL = "Guess"
@@ -85,7 +94,7 @@ class GuessNumber:
             "hints": self._hints_used(readings, secret),
             "near": 1.0 - abs(last - secret) / (self.high - self.low) if last is not None and inside else 0.0,
         }
-        return Reward(sum(WEIGHTS[part] * value for part, value in components.items()), components)
+        return weigh(components, WEIGHTS)
 
     def _hints_used(self, readings: list[Reading], secret: int) -> float:
         """Share of the guesses after the first that all hints so far allow."""

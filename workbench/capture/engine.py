@@ -1,0 +1,294 @@
+"""Engine: a client around the inference engine that records what it ran, below every HTTP dialect.
+
+    serving app ── generate(prompt, sampling) ──▶ CapturingEngine ──▶ engine
+                ◀── outputs, the last one held back ──┘  │ prompt ids, sampled ids, log-probs
+                                                          ▼ core.complete_async ──▶ sink ──▶ coordinates on the board
+Invariants: capture never changes the answer; the last output leaves only after the delta is staged or has failed with a
+typed cause; a call whose reader goes away is still brought to an end, with what was sampled until then.
+Everything else that the serving app asks of the engine is delegated untouched.
+Not here: where the prompt came from (splice), HTTP (transport), what is staged (core).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from workbench.capture.collect import CollectedCall
+from workbench.capture.core import ActiveCall, CaptureCore
+from workbench.capture.prefix import PrefixStore
+from workbench.capture.transport import CallBoard, TaggedCall, current_call
+from workbench.errors import CallRefused, CaptureError, DeadlineExceeded
+from workbench.wire import Cause
+
+ABORT_TIMEOUT_S = 10.0
+"""How long an abandoned call may take to stop before it is recorded as failed."""
+
+
+class SamplingPins(BaseModel):
+    """The recipe's sampling settings. Captured calls are sampled with these, whatever the request says."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    temperature: float = Field(default=1.0, ge=0.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    top_k: int = Field(default=0, ge=0)
+    """0 keeps all tokens."""
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Upper bound of a call's generation, in tokens; None leaves it to the request."""
+
+    def pinned(self) -> dict[str, Any]:
+        """What a captured call is sampled with. Penalties and bias would change the distribution: neutral."""
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "repetition_penalty": 1.0,
+            "min_tokens": 0,
+            "logit_bias": None,
+            "bad_words": None,
+            "allowed_token_ids": None,
+        }
+
+
+class GenerationGate:
+    """Lets calls run together, or one weight update alone.
+
+    A closing gate holds new calls back and waits until the running ones are done, so no call straddles two versions.
+    """
+
+    def __init__(self) -> None:
+        self.running = 0
+        self._open = asyncio.Event()
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextlib.asynccontextmanager
+    async def call(self) -> AsyncIterator[None]:
+        """Hold while one generation runs."""
+        while not self._open.is_set():
+            await self._open.wait()
+        self.running += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.running -= 1
+            if self.running == 0:
+                self._idle.set()
+
+    @contextlib.asynccontextmanager
+    async def alone(self, timeout_s: float) -> AsyncIterator[None]:
+        """Hold while nothing may run. Raises `DeadlineExceeded` when running calls do not end within `timeout_s`."""
+        if not self._open.is_set():
+            raise CaptureError("A weight update is already in progress; expected one at a time.")
+        self._open.clear()
+        try:
+            try:
+                await asyncio.wait_for(self._idle.wait(), timeout_s)
+            except TimeoutError as error:
+                raise DeadlineExceeded(
+                    f"{self.running} generations still ran {timeout_s:g} s after a weight update asked for quiet."
+                ) from error
+            yield
+        finally:
+            self._open.set()
+
+
+class CapturingEngine:
+    """The engine client that the serving app gets.
+
+    `pins` are the recipe's sampling settings; `overrides` counts, by name, how often a request asked for others.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        core: CaptureCore,
+        board: CallBoard,
+        prefixes: PrefixStore,
+        gate: GenerationGate,
+        pins: SamplingPins,
+        logprobs_mode: str,
+        weight_version: Callable[[], int],
+    ) -> None:
+        self._engine = engine
+        self._weight_version = weight_version
+        self._core = core
+        self._board = board
+        self._prefixes = prefixes
+        self._gate = gate
+        self._pins = pins
+        self._logprobs_mode = logprobs_mode
+        self.overrides: Counter[str] = Counter()
+        # The event loop keeps only weak references to tasks.
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    @property
+    def engine(self) -> Any:
+        """The engine underneath, for calls that are nobody's rollout (scoring)."""
+        return self._engine
+
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        """The engine's `generate`. Raises `CallRefused` for a tagged call that cannot be captured exactly."""
+        # Read here and not in the generator: a streamed response is iterated in another task than the handler's.
+        call = current_call.get()
+        if call is None:
+            return self._untagged(prompt, sampling_params, request_id, kwargs)
+        where = f"{call.admission.rollout_id}/{call.admission.model_call_id}"
+        if call.taken:
+            raise CallRefused(f"Call {where} asked for a second generation; one admission is one completion.")
+        if getattr(sampling_params, "n", 1) != 1:
+            raise CallRefused(f"Call {where} asked for n={sampling_params.n}; only n=1 can be captured.")
+        call.taken = True
+        return self._tagged(call, prompt, self._pin(sampling_params), kwargs)
+
+    def _pin(self, requested: Any) -> Any:
+        params = requested.clone()
+        for name, value in self._pins.pinned().items():
+            came = getattr(params, name, value)
+            if (came or None) != (value or None) and not (name == "top_k" and came in (0, -1) and value in (0, -1)):
+                self.overrides[name] += 1
+            setattr(params, name, value)
+        if self._pins.max_tokens is not None:
+            params.max_tokens = min(params.max_tokens or self._pins.max_tokens, self._pins.max_tokens)
+        # 0 means: the sampled token's own log-prob and no alternatives. The serving layer shows log-probs only where
+        # the request asked for them, so this does not reach the response.
+        params.logprobs = 0
+        return params
+
+    async def _untagged(
+        self, prompt: Any, params: Any, request_id: str, kwargs: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        async with self._gate.call():
+            outputs = self._engine.generate(prompt, params, request_id, **kwargs)
+            # Closed here and now when the reader leaves: the gate must not open while the engine still runs the call.
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    yield output
+
+    async def _tagged(
+        self, call: TaggedCall, prompt: Any, params: Any, kwargs: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        # The engine is read in a task of its own, so that a reader who leaves (a cancelled request) does not cancel the
+        # recording: the task still gets the engine's last word about what was sampled.
+        outputs: asyncio.Queue[Any] = asyncio.Queue()
+        recording = self._spawn(self._record(call, prompt, params, kwargs, outputs))
+        try:
+            while True:
+                output = await outputs.get()
+                if isinstance(output, BaseException):
+                    raise output
+                yield output
+                if output.finished:
+                    return
+        finally:
+            if not recording.done():
+                call.abandoned = True
+                self._spawn(self._stop(call, recording))
+
+    def _spawn(self, coroutine: Any) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _stop(self, call: TaggedCall, recording: asyncio.Task[None]) -> None:
+        deadline = asyncio.get_running_loop().time() + ABORT_TIMEOUT_S
+        # Repeated because an abort is lost when it comes before the engine has taken the request.
+        while not recording.done() and asyncio.get_running_loop().time() < deadline:
+            with contextlib.suppress(Exception):
+                await self._engine.abort(call.admission.model_call_id)
+            await asyncio.wait([recording], timeout=0.2)
+        recording.cancel()
+
+    async def _record(
+        self, call: TaggedCall, prompt: Any, params: Any, kwargs: dict[str, Any], outputs: asyncio.Queue[Any]
+    ) -> None:
+        """Read the engine to the end, pass its outputs on, stage the call, then pass the last output on."""
+        try:
+            async with self._gate.call():
+                if call.abandoned:
+                    return
+                active = self._begin(call)
+                collected = CollectedCall(params, self._logprobs_mode)
+                try:
+                    last = None
+                    # The engine knows the call by our own id: a client's could repeat, and an abort is by id.
+                    async for output in self._engine.generate(prompt, params, call.admission.model_call_id, **kwargs):
+                        collected.add(output)
+                        if output.finished:
+                            last = output
+                        else:
+                            outputs.put_nowait(output)
+                    await self._conclude(call, active, collected, last)
+                except BaseException as error:
+                    self._fail(call, active, Cause.REQUEST_FINISHED_WITHOUT_STAGED_COORDINATES, _what(error))
+                    raise
+            outputs.put_nowait(last if last is not None else CaptureError("The engine ended without a last output."))
+        except asyncio.CancelledError as error:
+            outputs.put_nowait(error)
+            raise
+        except Exception as error:
+            outputs.put_nowait(error)
+        finally:
+            self._board.close(call)
+
+    def _begin(self, call: TaggedCall) -> ActiveCall:
+        if call.failure is not None and call.prefix_token_ids is None:
+            # Without its parent's ids the core would refuse to begin; this call is only going to be failed.
+            return ActiveCall(call.admission, self._weight_version(), np.empty(0, dtype=np.uint64))
+        return self._core.begin(call.admission, call.prefix_token_ids)
+
+    async def _conclude(self, call: TaggedCall, active: ActiveCall, collected: CollectedCall, last: Any) -> None:
+        if last is None or collected.finish_reason == "error":
+            self._fail(
+                call, active, Cause.REQUEST_FINISHED_WITHOUT_STAGED_COORDINATES, "The engine gave no completion."
+            )
+            return
+        problem = call.failure or collected.problem()
+        if problem is not None:
+            self._fail(call, active, *problem)
+            return
+        coords = await self._core.complete_async(
+            active,
+            prompt_token_ids=collected.prompt_ids,
+            generated_token_ids=collected.sampled_ids,
+            logprobs=collected.logprobs,
+            extras=collected.extras(),
+        )
+        failure = self._core.detail(call.admission.model_call_id)
+        if coords.disposition == "staged":
+            self._prefixes.remember(coords, np.concatenate([collected.prompt_ids, collected.sampled_ids]))
+        self._board.settle(call, coords, None if failure is None else (failure.cause, failure.detail))
+
+    def _fail(self, call: TaggedCall, active: ActiveCall, cause: Cause, detail: str) -> None:
+        if call.settled.is_set():
+            return
+        if active.completed:
+            # Cancelled in the middle of staging: the core has recorded that, but its coordinates never came out.
+            active = ActiveCall(active.admission, active.weight_version, active.prefix_token_ids)
+        self._board.settle(call, self._core.fail(active, cause, detail), (cause, detail))
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait until every recording has come to its end, at most `timeout_s` seconds."""
+        if self._tasks:
+            await asyncio.wait(set(self._tasks), timeout=timeout_s)
+
+
+def _what(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

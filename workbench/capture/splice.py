@@ -1,0 +1,242 @@
+"""Splice: a child's prompt is its parent's exact ids plus the tail that the chat template renders after that turn.
+
+    messages ─ plain rendering ───────────────────────────────────────────────▶ what an uncaptured call would run
+             └ sentinel in the last assistant turn ─ rendering ─ text after it ─ ids of that tail alone
+    parent's cumulative ids (prefix) + tail ids ────────────────────────────────▶ what this call runs
+
+Invariant: prompt_ids[:prev_len] equals the parent's cumulative ids; ids are never rebuilt from the text of a sampled
+turn. The end of a turn stands once: if the model sampled it, the tail starts after it; if the turn was cut (length,
+stop string), the template's own end of turn belongs to the tail. Where the template shows no unique boundary the call
+is not captured (`splice_boundary`) and the agent gets the plain rendering: never a guess.
+Not here: finding the parent (ledger), its ids (prefix), collecting what was sampled (engine).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import secrets
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import orjson
+
+from workbench.capture.prefix import PrefixStore
+from workbench.capture.transport import TaggedCall, current_call
+from workbench.errors import SpliceError, StagingError, WorkbenchError
+from workbench.wire import Cause
+
+Messages = list[dict[str, Any]]
+Render = Callable[[Messages, Any], Awaitable[tuple[Any, dict[str, Any]]]]
+LONG_TAIL_CHARS = 8_192
+"""Tails longer than this (a big tool result) are tokenised off the event loop."""
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face fast tokenizer that splicing uses."""
+
+    added_tokens_decoder: dict[int, Any]
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class MarkedTurn:
+    """A copy of a conversation whose last assistant turn carries sentinels in place of what it said."""
+
+    messages: Messages
+    index: int
+    """Position of that turn in `messages`."""
+    content_sentinel: str | None
+    """Stands for the turn's text; None when it has none."""
+    call_sentinel: str | None
+    """Stands for the arguments of the turn's last tool call; None when it has none."""
+
+
+def mark_last_assistant_turn(messages: Messages) -> MarkedTurn:
+    """Copy `messages` with sentinels in the last assistant turn. Raises `SpliceError` when there is no such turn."""
+    index = next((i for i in reversed(range(len(messages))) if messages[i].get("role") == "assistant"), None)
+    if index is None:
+        raise SpliceError("A child call needs an assistant turn in its messages; none came.")
+    marked = list(messages)
+    turn = marked[index] = copy.deepcopy(messages[index])
+    nonce = secrets.token_hex(8)
+    content_sentinel = call_sentinel = None
+    calls = turn.get("tool_calls") or []
+    if turn.get("content") or not calls:
+        content_sentinel = f"WBTEXT{nonce}"
+        as_parts = isinstance(turn.get("content"), list)
+        turn["content"] = [{"type": "text", "text": content_sentinel}] if as_parts else content_sentinel
+    if calls:
+        call_sentinel = f"WBCALL{nonce}"
+        function = calls[-1].get("function") or calls[-1]
+        arguments = {"value": call_sentinel}
+        as_text = isinstance(function.get("arguments"), str)
+        function["arguments"] = orjson.dumps(arguments).decode() if as_text else arguments
+    return MarkedTurn(marked, index, content_sentinel, call_sentinel)
+
+
+class TurnBoundary:
+    """Cuts a rendering at the end of the last assistant turn, for one tokenizer.
+
+    `stop_token_ids` are the ids that end a turn when the model samples them (its end-of-sequence ids).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_token_ids: Iterable[int]) -> None:
+        self._tokenizer = tokenizer
+        self._added = {int(i): str(token) for i, token in tokenizer.added_tokens_decoder.items()}
+        self._stop_texts = [self._added[i] for i in stop_token_ids if i in self._added]
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text` alone, without the tokenizer's own begin or end tokens."""
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+    def tail_after_text(self, after: str, last_id: int) -> tuple[str, int | None]:
+        """The tail's text for a turn that ends in its content, given the rendering `after` the sentinel.
+
+        `last_id` is the last id that the parent call ran. Returns the text to tokenise and, where that text begins with
+        the sampled end of turn, the id to leave out at its front.
+        """
+        end = self._added.get(last_id)
+        rest = after.lstrip()
+        if end is not None and rest.startswith(end):
+            return rest, last_id
+        return after, None
+
+    def tail_after_call(self, after: str, closing: str, last_id: int) -> tuple[str, int | None]:
+        """The same for a turn that ends in a tool call; `closing` is what closes that turn when nothing follows it.
+
+        The rest of the call (quotes, braces) was sampled by the model, so the tail begins at the end of turn, which
+        must stand in `closing`. Raises `SpliceError` when it does not.
+        """
+        end = self._added.get(last_id)
+        sampled = end is not None and end in closing
+        marker = end if sampled else next((text for text in self._stop_texts if text in closing), None)
+        if marker is None:
+            raise SpliceError(
+                f"The template ends a tool-call turn with {closing[-40:]!r}, without an end-of-turn token."
+            )
+        start = closing.index(marker)
+        upto = start + len(marker)
+        if after[:upto] != closing[:upto]:
+            raise SpliceError("The template closes the tool-call turn differently once other messages follow it.")
+        return after[start:], last_id if sampled else None
+
+    def tail_ids(self, text: str, drop_first: int | None) -> list[int]:
+        """Ids of the tail's text, without the sampled end of turn that it may begin with."""
+        ids = self.encode(text)
+        if drop_first is None:
+            return ids
+        if not ids or ids[0] != drop_first:
+            raise SpliceError(f"The tail {text[:40]!r} does not begin with the sampled end of turn, id {drop_first}.")
+        return ids[1:]
+
+
+def text_after(rendered: str, sentinel: str) -> str | None:
+    """The rendering after `sentinel`; None when it is not there. Raises `SpliceError` when it is there repeatedly."""
+    parts = rendered.split(sentinel)
+    if len(parts) > 2:
+        raise SpliceError(f"The template renders the last assistant turn {len(parts) - 1} times; expected once.")
+    return parts[1] if len(parts) == 2 else None
+
+
+class Splicer:
+    """Turns the rendering of a child call into parent's ids + tail. One a worker.
+
+    `prefixes` resolves the parent's cumulative ids. The tokenizer must be the splicer's own: it is used from a thread.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_token_ids: Iterable[int], prefixes: PrefixStore) -> None:
+        self._boundary = TurnBoundary(tokenizer, stop_token_ids)
+        self._prefixes = prefixes
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="splice")
+
+    def install(self, renderer: Any) -> None:
+        """Hook a renderer's `render_messages_async`.
+
+        The hook sits on the instance because the renderer's own `render_chat_async`, which every chat-like dialect
+        goes through, looks that method up on itself.
+        """
+        inner: Render = renderer.render_messages_async
+
+        async def render_messages_async(messages: Messages, params: Any) -> tuple[Any, dict[str, Any]]:
+            call = current_call.get()
+            if call is None or call.admission.mode != "token_in":
+                return await inner(messages, params)
+            return await self.render_child(call, messages, params, inner)
+
+        renderer.render_messages_async = render_messages_async
+
+    async def render_child(
+        self, call: TaggedCall, messages: Messages, params: Any, render: Render
+    ) -> tuple[Any, dict[str, Any]]:
+        """Render a child call: the conversation and its prompt as ids, or the plain prompt with `call.failure` set."""
+        _materialise(messages)
+        # Copied before the plain rendering: renderers parse tool-call arguments in place.
+        originals = copy.deepcopy(messages)
+        conversation, plain = await render(messages, params)
+        try:
+            prefix = call.prefix_token_ids = await self._prefixes.resolve(call.admission)
+            if plain.get("multi_modal_data") is not None:
+                raise SpliceError("The prompt carries images or audio; only text conversations can be spliced.")
+            tail = await self._tail(originals, params, render, int(prefix[-1]))
+        except SpliceError as error:
+            call.failure = (Cause.SPLICE_BOUNDARY, str(error))
+        except StagingError as error:
+            call.failure = (Cause(error.cause), str(error))
+        except WorkbenchError as error:
+            # The staging store as a whole is away; the agent is served all the same.
+            call.failure = (Cause.MISSING_STAGING_ROW, str(error))
+        else:
+            return conversation, {"prompt_token_ids": [*prefix.tolist(), *tail]}
+        return conversation, plain
+
+    async def _tail(self, messages: Messages, params: Any, render: Render, last_id: int) -> list[int]:
+        marked = mark_last_assistant_turn(messages)
+        rendered = await self._text(marked.messages, params, render)
+        after_call = text_after(rendered, marked.call_sentinel) if marked.call_sentinel else None
+        after_content = text_after(rendered, marked.content_sentinel) if marked.content_sentinel else None
+        if after_call is not None and (after_content is None or len(after_call) < len(after_content)):
+            alone = _without_generation_prompt(params)
+            closed = await self._text(marked.messages[: marked.index + 1], alone, render)
+            closing = text_after(closed, marked.call_sentinel or "")
+            if closing is None:
+                raise SpliceError("The template leaves out a final tool-call turn, so its end cannot be found.")
+            text, drop = self._boundary.tail_after_call(after_call, closing, last_id)
+        elif after_content is not None:
+            text, drop = self._boundary.tail_after_text(after_content, last_id)
+        else:
+            raise SpliceError("The template does not render the last assistant turn, so its end cannot be found.")
+        if len(text) <= LONG_TAIL_CHARS:
+            return self._boundary.tail_ids(text, drop)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._boundary.tail_ids, text, drop)
+
+    async def _text(self, messages: Messages, params: Any, render: Render) -> str:
+        try:
+            # Rendering may write into what it is given, and these messages are rendered more than once.
+            _, prompt = await render(copy.deepcopy(messages), params)
+        except Exception as error:
+            raise SpliceError(f"The template refuses the marked conversation: {error}") from error
+        text = prompt.get("prompt")
+        if not isinstance(text, str):
+            raise SpliceError("The renderer gives ids instead of text, so no boundary can be found in it.")
+        return text
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False)
+
+
+def _without_generation_prompt(params: Any) -> Any:
+    kwargs = {**params.chat_template_kwargs, "add_generation_prompt": False, "continue_final_message": False}
+    return dataclasses.replace(params, chat_template_kwargs=kwargs)
+
+
+def _materialise(messages: Messages) -> None:
+    """Turn one-shot iterators (a validated request's lazy lists) into lists, in place: they are read more than once."""
+    for message in messages:
+        for name in ("tool_calls", "content"):
+            value = message.get(name)
+            if value is not None and not isinstance(value, (str, list, dict)):
+                message[name] = list(value)

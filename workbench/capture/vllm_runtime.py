@@ -1,0 +1,130 @@
+"""vLLM runtime: start the engine and its serving app in this process, and score tokens on the engine.
+
+    AsyncLLM (engine core in a child process) ◀── generate ── [CapturingEngine] ◀── vLLM's own serving app
+Everything vLLM-specific about starting is here, so that the rest of capture imports without vLLM.
+Not here: HTTP serving and the life of the worker (worker), what is recorded (engine).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import uuid
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from workbench.errors import CaptureError, SetupError
+
+if TYPE_CHECKING:
+    from workbench.capture.worker import WorkerConfig
+
+ENGINE_SIDE = "workbench.capture.weights.EngineSide"
+
+
+def parse_serving_arguments(config: WorkerConfig) -> Any:
+    """The namespace that vLLM's serving code expects, as `vllm serve` would have made it."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    arguments = {
+        "model": config.model_path,
+        "served-model-name": config.served_model_name,
+        "dtype": config.dtype,
+        "max-model-len": config.max_model_len,
+        "max-num-seqs": config.max_num_seqs,
+        "kv-cache-memory-bytes": math.ceil(config.kv_cache_gib * 2**30),
+        "seed": config.seed,
+        "logprobs-mode": config.logprobs_mode,
+        # Without it the model folder's generation_config.json would change the sampling behind the recipe's back.
+        "generation-config": "vllm",
+        "worker-extension-cls": ENGINE_SIDE,
+    }
+    line = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
+    line += ["--enforce-eager"] if config.enforce_eager else []
+    line += ["--disable-log-stats", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
+    if config.tool_call_parser is not None:
+        line += ["--enable-auto-tool-choice", "--tool-call-parser", config.tool_call_parser]
+    if config.reasoning_parser is not None:
+        line += ["--reasoning-parser", config.reasoning_parser]
+    try:
+        parsed = make_arg_parser(FlexibleArgumentParser()).parse_args([*line, *config.engine_arguments])
+        validate_parsed_serve_args(parsed)
+    except (SystemExit, TypeError, ValueError) as error:
+        raise SetupError(f"vLLM refuses the worker's settings: {error}") from error
+    return parsed
+
+
+@contextlib.contextmanager
+def _environment(values: dict[str, str]) -> Iterator[None]:
+    """Set variables for the child processes that are started inside, and put them back."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def start_engine(config: WorkerConfig, arguments: Any) -> Any:
+    """Start the engine; blocks until it is ready (tens of seconds). Returns vLLM's `AsyncLLM`."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    threads = config.threads or len(os.sched_getaffinity(0))
+    values = {
+        # Ray sets this to 1 in its workers; the engine's processes read it when they import torch.
+        "OMP_NUM_THREADS": str(threads),
+        # vLLM's own pinning leaves half of a small machine idle and would pin a co-located trainer out.
+        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    with _environment(values):
+        return AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(arguments))
+
+
+async def build_app(engine_client: Any, arguments: Any) -> Any:
+    """vLLM's serving app (an ASGI app) over `engine_client`, which may be a wrapper around the engine."""
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app as build_vllm_app
+
+    tasks = await engine_client.get_supported_tasks()
+    app = build_vllm_app(arguments, tasks, engine_client.model_config)
+    await init_app_state(engine_client, app.state, arguments, tasks)
+    return app
+
+
+async def score(engine: Any, token_ids: list[list[int]]) -> list[list[float]]:
+    """Log-prob (nats, temperature 1) of every token after the first of each sequence, by the engine's own weights."""
+    from vllm import SamplingParams, TokensPrompt
+
+    async def one(ids: list[int]) -> list[float]:
+        # The prefix cache would answer for old positions without computing them; log-probs need them computed.
+        params = SamplingParams(
+            max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False, skip_reading_prefix_cache=True
+        )
+        last = None
+        async for output in engine.generate(TokensPrompt(prompt_token_ids=ids), params, f"score-{uuid.uuid4().hex}"):
+            last = output
+        if last is None or last.prompt_logprobs is None:
+            raise CaptureError("The engine returned no prompt log-probs, so its weights cannot be proved.")
+        pairs = zip(ids[1:], last.prompt_logprobs[1:], strict=True)
+        return [step[token].logprob for token, step in pairs]
+
+    return list(await asyncio.gather(*(one(ids) for ids in token_ids)))
+
+
+def stop_token_ids(engine: Any, tokenizer: Any) -> set[int]:
+    """Ids that end a turn when sampled: the tokenizer's and the model's own."""
+    ids: set[int] = set()
+    for source in (engine.model_config.hf_config, engine.model_config.try_get_generation_config()):
+        value = source.get("eos_token_id") if isinstance(source, dict) else getattr(source, "eos_token_id", None)
+        ids.update([value] if isinstance(value, int) else value or ())
+    if tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return ids

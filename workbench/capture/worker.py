@@ -1,0 +1,311 @@
+"""Worker: one policy, served over HTTP by its inference engine, with every tagged call captured.
+
+    start: engine (vLLM in a child process, or scripted) → serving app → capture gate → uvicorn in this event loop
+    update_weights: hold new calls → wait until none runs → load and repack → reset the prefix cache → version := new
+`PolicyServer` is a plain async class; `PolicyWorker` is the Ray actor around it, staging into TransferQueue.
+Invariants: a call's version is the one at its admission; no call straddles two versions; when this process dies, killed
+too, the engine's processes end with it.
+Not here: how a call is captured (engine, splice, core), what the start-up probe asks (probe).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import ray
+from pydantic import BaseModel, ConfigDict, Field
+
+from workbench.capture.core import CaptureCore, StagingSink, StagingSource
+from workbench.capture.engine import CapturingEngine, GenerationGate, SamplingPins
+from workbench.capture.prefix import PrefixStore
+from workbench.capture.splice import Splicer
+from workbench.capture.transport import WORKER_TOKEN_ENV, CallBoard, CaptureGate
+from workbench.errors import CaptureError, ComponentDied, DeadlineExceeded, SetupError, WeightSyncError
+
+STOP_TIMEOUT_S = 10.0
+
+
+class WorkerConfig(BaseModel):
+    """Settings of one policy worker."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    model_path: str
+    """Hugging Face folder of the policy."""
+    served_model_name: str = "policy"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    max_model_len: int = Field(default=1024, ge=16)
+    """Context window in tokens."""
+    max_num_seqs: int = Field(default=32, ge=1)
+    kv_cache_gib: float = Field(default=1.0, gt=0.0)
+    threads: int = Field(default=0, ge=0)
+    """OpenMP threads of the engine; 0 means all processors that this process may use."""
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)
+    """0 lets the operating system choose."""
+    tool_call_parser: str | None = None
+    """Name of the engine's tool parser; None serves tool calls as text."""
+    reasoning_parser: str | None = None
+    """Name of the engine's reasoning parser; None leaves reasoning in the text."""
+    sampling: SamplingPins = Field(default_factory=SamplingPins)
+    sink_timeout_s: float = Field(default=10.0, gt=0.0)
+    cache_bytes: int = Field(default=64 * 2**20, ge=0)
+    """Memory for recent calls' cumulative ids; 0 reads every parent from the staging store."""
+    capture_enabled: bool = True
+    seed: int = 0
+    logprobs_mode: Literal["processed_logprobs"] = "processed_logprobs"
+    """Log-probs of the distribution that was sampled from. Pinned: raw ones would be those of another policy."""
+    engine: Literal["vllm", "scripted"] = "vllm"
+    script_path: str | None = None
+    """Script of the scripted engine: a JSONL path or `module:function`."""
+    start_timeout_s: float = Field(default=240.0, gt=0.0)
+    quiet_timeout_s: float = Field(default=120.0, gt=0.0)
+    """How long a weight update waits for running calls to end."""
+    enforce_eager: bool = True
+    """Run without compiling the model; on a CPU compiling costs minutes and gains little."""
+    engine_arguments: list[str] = Field(default_factory=list)
+    """Further arguments of `vllm serve`, as on its command line."""
+
+
+class PolicyServer:
+    """One engine, its serving app and the capture around it, in the running event loop.
+
+    `sink` stages captured calls, `source` reads them back when a parent's ids are not in memory. The bearer token that
+    requests must carry is read from the environment variable WORKBENCH_WORKER_TOKEN.
+    """
+
+    def __init__(self, config: WorkerConfig, sink: StagingSink, source: StagingSource | None) -> None:
+        self.config = config
+        self.source = source
+        self.url = ""
+        self._version = 0
+        self._token = os.environ.get(WORKER_TOKEN_ENV, "")
+        self.board = CallBoard()
+        self.prefixes = PrefixStore(source, config.cache_bytes)
+        self.gate = GenerationGate()
+        self.core = CaptureCore(sink, self.weight_version, sink_timeout_s=config.sink_timeout_s)
+        self.engine: Any = None
+        """The engine underneath, uncaptured; None before `start` and after `stop`."""
+        self.capturing: CapturingEngine | None = None
+        self.tokenizer: Any = None
+        self._splicer: Splicer | None = None
+        self._http: Any = None
+        self._serving: asyncio.Task[None] | None = None
+
+    def weight_version(self) -> int:
+        """Version of the weights that the engine runs; 0 at start, then what `update_weights` was given."""
+        return self._version
+
+    def status(self) -> dict[str, Any]:
+        """What `GET /workbench/status` answers."""
+        return {
+            "weight_version": self._version,
+            "live_calls": self.board.live_calls,
+            "running_generations": self.gate.running,
+            "cache_bytes": self.prefixes.bytes_held,
+            "cache_hits": self.prefixes.hits,
+            "prefix_fetches": self.prefixes.fetches,
+            "sampling_overrides": dict(self.capturing.overrides) if self.capturing else {},
+        }
+
+    async def start(self) -> str:
+        """Start engine and HTTP server; returns the base URL.
+
+        Raises `SetupError` for settings or a machine that cannot work, `DeadlineExceeded` after `start_timeout_s`.
+        """
+        if not self._token:
+            raise SetupError(f"The worker needs its bearer token in the environment variable {WORKER_TOKEN_ENV}.")
+        try:
+            app = await asyncio.wait_for(self._start_engine(), self.config.start_timeout_s)
+        except TimeoutError as error:
+            _kill_children()
+            raise DeadlineExceeded(
+                f"The {self.config.engine} engine was not ready within {self.config.start_timeout_s:g} s. Next: look "
+                "at the worker's log, or raise engine.start_timeout_s."
+            ) from error
+        await self._serve(app)
+        return self.url
+
+    async def _start_engine(self) -> Any:
+        from transformers import AutoTokenizer
+
+        config = self.config
+        self.tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, config.model_path)
+        if config.engine == "scripted":
+            return self._start_scripted()
+        from workbench.capture import vllm_runtime
+
+        arguments = await asyncio.to_thread(vllm_runtime.parse_serving_arguments, config)
+        self.engine = await asyncio.to_thread(vllm_runtime.start_engine, config, arguments)
+        await self.engine.collective_rpc("workbench_die_with", args=(os.getpid(),))
+        stops = vllm_runtime.stop_token_ids(self.engine, self.tokenizer)
+        return await vllm_runtime.build_app(self._wrap(self.engine, stops), arguments)
+
+    def _start_scripted(self) -> Any:
+        from workbench.capture.scripted import Script, ScriptedEngine
+        from workbench.capture.scripted_app import ScriptedApp
+
+        if self.config.script_path is None:
+            raise SetupError("The scripted engine needs a script: set engine.script_path.")
+        self.engine = ScriptedEngine(self.tokenizer)
+        client = self._wrap(self.engine, {self.tokenizer.eos_token_id})
+        script = Script(self.config.script_path)
+        return ScriptedApp(client, script, self.config.served_model_name, self.config.max_model_len).app
+
+    def _wrap(self, engine: Any, stops: set[int]) -> Any:
+        config = self.config
+        if not config.capture_enabled:
+            return engine
+        self.capturing = CapturingEngine(
+            engine,
+            self.core,
+            self.board,
+            self.prefixes,
+            self.gate,
+            config.sampling,
+            config.logprobs_mode,
+            self.weight_version,
+        )
+        self._splicer = Splicer(self.tokenizer, stops, self.prefixes)
+        self._splicer.install(engine.renderer)
+        return self.capturing
+
+    async def _serve(self, app: Any) -> None:
+        import uvicorn
+
+        class QuietServer(uvicorn.Server):
+            # Signals belong to the process, which may be a notebook or a Ray worker.
+            @contextlib.contextmanager
+            def capture_signals(self) -> Any:
+                yield
+
+        config = self.config
+        gated = CaptureGate(
+            app,
+            self.board,
+            token=self._token,
+            status=self.status,
+            capture_enabled=config.capture_enabled,
+            answer_timeout_s=config.sink_timeout_s + 5.0,
+        )
+        listener = socket.create_server((config.host, config.port), backlog=1024)
+        self.url = f"http://{config.host}:{listener.getsockname()[1]}"
+        settings = uvicorn.Config(
+            gated, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=120, log_config=None
+        )
+        self._http = QuietServer(settings)
+        self._serving = asyncio.create_task(self._http.serve(sockets=[listener]))
+        while not self._http.started:
+            if self._serving.done():
+                self._serving.result()
+                raise ComponentDied("The worker's HTTP server ended before it listened.")
+            await asyncio.sleep(0.01)
+
+    async def probe(self) -> dict[str, Any]:
+        """Hold a two-turn conversation with this worker and check what was captured. Raises `ProbeFailed`."""
+        from workbench.capture.probe import run_probe
+
+        return await run_probe(self)
+
+    async def update_weights(self, path: str, version: int) -> dict[str, float]:
+        """Load the safetensors folder `path` as weight version `version`; returns the seconds each part took.
+
+        New calls wait meanwhile. Raises `WeightSyncError` when loading fails or the prefix cache was not reset,
+        `DeadlineExceeded` when running calls do not end within `quiet_timeout_s`.
+        """
+        if version <= self._version:
+            raise WeightSyncError(f"Weight version {version} came after {self._version}; versions only grow.")
+        began = time.perf_counter()
+        async with self.gate.alone(self.config.quiet_timeout_s):
+            quiet = time.perf_counter()
+            timings = {"quiet_s": quiet - began}
+            if self.config.engine == "vllm":
+                timings |= await self._load(path)
+            self._version = version
+        return timings | {"total_s": time.perf_counter() - began}
+
+    async def _load(self, path: str) -> dict[str, float]:
+        if not (Path(path) / "config.json").is_file():
+            raise WeightSyncError(f"No weights at {path}: expected a folder with config.json and safetensors files.")
+        try:
+            (timings, *_) = await self.engine.collective_rpc("workbench_reload", args=(str(path),))
+        except Exception as error:
+            raise WeightSyncError(f"The engine could not load {path}: {error}") from error
+        # With requests still holding blocks the engine would keep old keys and values and only warn about it.
+        if not await self.engine.reset_prefix_cache(reset_running_requests=True):
+            raise WeightSyncError(f"The engine kept its prefix cache after loading {path}; its answers would be stale.")
+        return timings
+
+    async def score(self, token_ids: list[list[int]]) -> list[list[float]]:
+        """Log-prob (nats) of every token after the first of each sequence, at temperature 1; never captured."""
+        if self.config.engine == "scripted":
+            raise CaptureError("The scripted engine has no model, so it cannot score tokens; skip the proof with it.")
+        from workbench.capture import vllm_runtime
+
+        async with self.gate.call():
+            return await vllm_runtime.score(self.engine, token_ids)
+
+    async def stop(self) -> None:
+        """Stop serving and end the engine; harmless when it was not started."""
+        if self._http is not None and self._serving is not None:
+            self._http.should_exit = True
+            await asyncio.wait([self._serving], timeout=STOP_TIMEOUT_S)
+            self._serving.cancel()
+        if self.capturing is not None:
+            await self.capturing.drain(STOP_TIMEOUT_S)
+        if self._splicer is not None:
+            self._splicer.close()
+        engine, self.engine = self.engine, None
+        if engine is not None and hasattr(engine, "shutdown"):
+            await asyncio.to_thread(engine.shutdown, STOP_TIMEOUT_S)
+
+
+def _kill_children() -> None:
+    """End the processes of an engine that did not become ready; it has no other handle yet."""
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
+@ray.remote
+class PolicyWorker:
+    """Ray actor around `PolicyServer`, staging into TransferQueue. Takes `WorkerConfig` as a mapping.
+
+    Give it WORKBENCH_WORKER_TOKEN (and the data plane's limits) through `runtime_env={"env_vars": …}`.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        from workbench.capture.staging import TransferQueueSink, TransferQueueSource
+
+        settings = WorkerConfig.model_validate(config)
+        self._server = PolicyServer(settings, TransferQueueSink(), TransferQueueSource())
+
+    async def start(self) -> str:
+        """Base URL of the worker once it serves."""
+        return await self._server.start()
+
+    async def probe(self) -> dict[str, Any]:
+        return await self._server.probe()
+
+    async def update_weights(self, path: str, version: int) -> dict[str, float]:
+        return await self._server.update_weights(path, version)
+
+    async def score(self, token_ids: list[list[int]]) -> list[list[float]]:
+        return await self._server.score(token_ids)
+
+    async def weight_version(self) -> int:
+        return self._server.weight_version()
+
+    async def status(self) -> dict[str, Any]:
+        return self._server.status()
+
+    async def stop(self) -> None:
+        await self._server.stop()

@@ -1,0 +1,55 @@
+"""SSE: cut a stream of bytes into server-sent events, keeping each one's exact bytes.
+
+Not here: what an event means (dialects).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+DONE = b"[DONE]"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """`raw` is what goes to the client, its blank line included; `event` the JSON of its data, None for none (a
+    comment, `[DONE]`)."""
+
+    raw: bytes
+    event: Any
+    done: bool = False
+
+
+async def frames(chunks: AsyncIterator[bytes]) -> AsyncIterator[Frame]:
+    """Yield whole frames. A last frame without its blank line is a cut stream and is not yielded."""
+    buffer = b""
+    async for chunk in chunks:
+        buffer += chunk
+        while (cut := _frame_end(buffer)) is not None:
+            raw, buffer = buffer[:cut], buffer[cut:]
+            yield parse(raw)
+
+
+def parse(raw: bytes) -> Frame:
+    """One frame. Data that is no JSON counts as none."""
+    data = b"\n".join(line[5:].removeprefix(b" ") for line in raw.splitlines() if line.startswith(b"data:"))
+    if not data or data.strip() == DONE:
+        return Frame(raw, None, bool(data))
+    try:
+        return Frame(raw, orjson.loads(data))
+    except orjson.JSONDecodeError:
+        return Frame(raw, None)
+
+
+def encode(event: Any) -> bytes:
+    """A data-only frame of one JSON value."""
+    return b"data: " + orjson.dumps(event) + b"\n\n"
+
+
+def _frame_end(buffer: bytes) -> int | None:
+    ends = [at + len(mark) for mark in (b"\n\n", b"\r\n\r\n") if (at := buffer.find(mark)) >= 0]
+    return min(ends) if ends else None

@@ -1,0 +1,251 @@
+"""Chain picture: cards for calls, lines for prefixes, one row a root-to-leaf path.
+
+In: call rows and their places. Out: a matplotlib figure of notebook width. A path longer than a band of five cards goes
+on in the next band, as text wraps. Channels: the trained chain has a thick blue frame and a thick link, side calls thin
+grey ones, failed and unresolved calls a dashed frame; the bar in a card is the call's delta, hatched where it was
+carried into the prompt, solid where it was sampled, to one scale over the rollout. Not here: which call stands where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, Rectangle
+
+from workbench.inspect.ids import short_id
+from workbench.inspect.layout import Place
+from workbench.inspect.style import (
+    CARRY,
+    FAINT,
+    FIGURE_WIDTH_IN,
+    INK,
+    MUTED,
+    PAPER,
+    REJECTED,
+    SAMPLED,
+    TRAINED,
+    new_figure,
+)
+
+BAND = 5
+_MARGIN = 0.12
+_PITCH_X = (FIGURE_WIDTH_IN - 2 * _MARGIN) / BAND
+_CARD_W = _PITCH_X - 0.26
+_CARD_H = 0.74
+_PITCH_Y = 1.06
+_BAND_GAP = 0.12
+_LEGEND_H = 0.42
+
+_LABELS = {
+    "trained": "trained chain",
+    "candidate": "no terminal call chosen",
+    "retry": "retry",
+    "branch": "side branch",
+    "side_root": "conversation of its own",
+    "failed": "failed",
+    "unresolved": "unresolved",
+}
+
+
+@dataclass(frozen=True)
+class _Spot:
+    """A card's lower left corner in inches from the figure's lower left."""
+
+    x: float
+    y: float
+
+
+def draw_chain(rows: Sequence[dict[str, Any]], places: Sequence[Place], *, total: int, chain_name: str) -> Figure:
+    """The picture of `places`; `total` calls exist, those not drawn are counted in the legend line.
+
+    `chain_name` is what the terminal chain is called: trained, rejected, or guessed.
+    """
+    tracks = sorted({(place.column // BAND, place.row) for place in places})
+    track_of = {track: i for i, track in enumerate(tracks)}
+    bands = len({band for band, _ in tracks})
+    height = _LEGEND_H + len(tracks) * _PITCH_Y + (bands - 1) * _BAND_GAP + 0.1
+    figure = new_figure(height)
+    ax = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    ax.set_xlim(0, FIGURE_WIDTH_IN)
+    ax.set_ylim(0, height)
+    ax.axis("off")
+
+    spots: dict[int, _Spot] = {}
+    for place in places:
+        band = place.column // BAND
+        y = height - _LEGEND_H - (track_of[(band, place.row)] + 1) * _PITCH_Y - band * _BAND_GAP + 0.06
+        spots[place.index] = _Spot(_MARGIN + (place.column % BAND) * _PITCH_X, y)
+
+    scale = max((row["delta_len"] or 0 for row in rows), default=0) or 1
+    by_index = {place.index: place for place in places}
+    heads: set[tuple[int, int]] = set()
+    for place in places:
+        row = rows[place.index]
+        if place.parent is not None and place.parent in spots:
+            _draw_link(ax, rows, by_index[place.parent], place, spots)
+        _draw_card(ax, row, spots[place.index], scale)
+        track = (place.column // BAND, place.row)
+        if track not in heads:
+            heads.add(track)
+            _draw_head(ax, rows, place, spots[place.index], by_index, chain_name)
+    _draw_legend(ax, rows, height, len(places), total, chain_name)
+    return figure
+
+
+def _draw_link(ax: Axes, rows: Sequence[dict[str, Any]], parent: Place, child: Place, spots: dict[int, _Spot]) -> None:
+    trained = rows[child.index]["relation"] == "trained"
+    colour, width, z = (TRAINED, 2.6, 2) if trained else (MUTED, 1.1, 1)
+    lost = bool(rows[child.index].get("failure_reason"))
+    style: Any = (0, (3, 2)) if lost else "-"
+    colour = REJECTED if lost else colour
+    start, end = spots[parent.index], spots[child.index]
+    y0, y1 = start.y + _CARD_H / 2, end.y + _CARD_H / 2
+    if parent.column // BAND != child.column // BAND:
+        stub = 0.13
+        right = start.x + _CARD_W
+        ax.plot([right, right + stub], [y0, y0], color=colour, lw=width, ls=(0, (1, 1)), zorder=z)
+        ax.plot([end.x - stub, end.x], [y1, y1], color=colour, lw=width, ls=(0, (1, 1)), zorder=z)
+        return
+    x0, x1 = start.x + _CARD_W, end.x
+    knee = x0 + 0.13
+    if y0 == y1:
+        ax.plot([x0, x1], [y0, y1], color=colour, lw=width, ls=style, solid_capstyle="butt", zorder=z)
+    else:
+        ax.plot(
+            [x0, knee, knee, x1], [y0, y0, y1, y1], color=colour, lw=width, ls=style, solid_joinstyle="round", zorder=z
+        )
+
+
+def _draw_head(
+    ax: Axes,
+    rows: Sequence[dict[str, Any]],
+    place: Place,
+    spot: _Spot,
+    by_index: dict[int, Place],
+    chain_name: str,
+) -> None:
+    row = rows[place.index]
+    label = _LABELS.get(row["relation"], row["relation"])
+    if row["relation"] == "trained":
+        label = chain_name
+    if row.get("failure_reason") and place.parent is None:
+        label = "not captured: no place in the tree"
+    if place.parent is not None and place.parent in by_index:
+        parent = rows[place.parent]
+        went_on = by_index[place.parent].row == place.row
+        label = (
+            f"{label}, continued"
+            if went_on
+            else f"{label} {'near' if row.get('failure_reason') else 'after'} #{parent['order']}"
+        )
+    colour = TRAINED if row["relation"] == "trained" else REJECTED if row.get("failure_reason") else INK
+    weight = "bold" if row["relation"] == "trained" else "normal"
+    ax.text(spot.x + 0.02, spot.y + _CARD_H + 0.05, label, fontsize=7.6, color=colour, weight=weight, va="bottom")
+
+
+def _draw_card(ax: Axes, row: dict[str, Any], spot: _Spot, scale: int) -> None:
+    trained, failed = row["relation"] == "trained", bool(row.get("failure_reason"))
+    frame = FancyBboxPatch(
+        (spot.x, spot.y),
+        _CARD_W,
+        _CARD_H,
+        boxstyle="round,pad=0,rounding_size=0.06",
+        facecolor="#faf3f6" if failed else PAPER if trained else "#f7f9fb",
+        edgecolor=TRAINED if trained else REJECTED if failed else MUTED,
+        linewidth=2.4 if trained else 1.0,
+        linestyle=(0, (3, 2)) if failed else "-",
+        zorder=3,
+    )
+    ax.add_patch(frame)
+    left, right, top = spot.x + 0.08, spot.x + _CARD_W - 0.08, spot.y + _CARD_H - 0.08
+    text_colour = INK if trained or failed else "#52606d"
+    title = f"#{row['order']}  {short_id(row['model_call_id'], row['rollout_id'])}"
+    version = "" if row["weight_version"] is None else f"v{row['weight_version']}"
+    side = " · ".join(part for part in (row["mode"], version) if part)
+    ax.text(
+        left, top, title, fontsize=7.6, weight="bold" if trained else "normal", color=text_colour, va="top", zorder=5
+    )
+    ax.text(right, top, side, fontsize=6.6, color=text_colour, va="top", ha="right", zorder=5)
+    if failed:
+        _draw_failure(ax, row, left, top)
+        return
+    _draw_bar(ax, row, left, top - 0.27, right - left, scale)
+    ax.text(left, top - 0.33, _tokens(row), fontsize=6.9, color=text_colour, va="top", zorder=5)
+    end = " · ".join(part for part in (row["finish_reason"], (row["digest"] or "")[:8]) if part)
+    ax.text(left, spot.y + 0.06, end, fontsize=6.9, color=MUTED, va="bottom", zorder=5, family="DejaVu Sans Mono")
+
+
+def _draw_bar(ax: Axes, row: dict[str, Any], x: float, y: float, width: float, scale: int) -> None:
+    delta = row["delta_len"] or 0
+    sampled = row["sampled_tokens"] or 0
+    known = row["sampled_tokens"] is not None
+    carry_w = width * (delta - sampled) / scale
+    ax.add_patch(Rectangle((x, y), width, 0.07, facecolor="#eef1f4", edgecolor="none", zorder=4))
+    carry = Rectangle((x, y), carry_w, 0.07, facecolor=CARRY if known else FAINT, edgecolor=MUTED, lw=0, zorder=4)
+    carry.set_hatch("//////" if known else "")
+    ax.add_patch(carry)
+    ax.add_patch(
+        Rectangle((x + carry_w, y), width * sampled / scale, 0.07, facecolor=SAMPLED, edgecolor="none", zorder=4)
+    )
+
+
+def _draw_failure(ax: Axes, row: dict[str, Any], left: float, top: float) -> None:
+    for i, text in enumerate(_wrap(str(row["failure_reason"]), 27)[:2]):
+        ax.text(left, top - 0.22 - 0.145 * i, text, fontsize=7.2, color=REJECTED, va="top", zorder=5)
+    if row.get("detail"):
+        detail = str(row["detail"])
+        detail = detail if len(detail) <= 32 else detail[:31] + "…"
+        ax.text(left, top - 0.51, detail, fontsize=6.5, color=MUTED, va="top", zorder=5)
+
+
+def _draw_legend(ax: Axes, rows: Sequence[dict[str, Any]], height: float, drawn: int, total: int, chain: str) -> None:
+    """Only what occurs: marks that no card shows are not explained."""
+    y, x = height - 0.24, _MARGIN
+    split = any(row["sampled_tokens"] is not None for row in rows)
+    marks = [
+        (split, "carried into the prompt", {"facecolor": CARRY, "edgecolor": MUTED, "hatch": "//////"}),
+        (split, "sampled by the policy", {"facecolor": SAMPLED, "edgecolor": "none"}),
+        (not split, "tokens added", {"facecolor": FAINT, "edgecolor": "none"}),
+    ]
+    for occurs, words, look in marks:
+        if occurs:
+            ax.add_patch(Rectangle((x, y), 0.3, 0.09, lw=0, **look))
+            ax.text(x + 0.36, y + 0.045, words, fontsize=7.4, va="center")
+            x += 1.9
+    lines = [
+        (any(row["relation"] == "trained" for row in rows), chain, TRAINED, "-", 2.6),
+        (any(row.get("failure_reason") for row in rows), "not captured", REJECTED, (0, (3, 2)), 1.2),
+    ]
+    for occurs, words, colour, style, width in lines:
+        if occurs:
+            ax.plot([x, x + 0.3], [y + 0.045] * 2, color=colour, lw=width, ls=style)
+            ax.text(x + 0.36, y + 0.045, words, fontsize=7.4, va="center")
+            x += 0.75 + 0.062 * len(words)
+    if drawn < total:
+        note = f"showing {drawn:,} of {total:,} calls"
+        ax.text(FIGURE_WIDTH_IN - _MARGIN, y + 0.045, note, fontsize=7.4, va="center", ha="right", color=REJECTED)
+
+
+def _tokens(row: dict[str, Any]) -> str:
+    if row["delta_len"] is None:
+        return "no tokens recorded"
+    if row["sampled_tokens"] is None:
+        return f"+{row['delta_len']:,} tokens, {row['cum_len']:,} in all"
+    return f"+{row['delta_len'] - row['sampled_tokens']:,} carry  +{row['sampled_tokens']:,} sampled"
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    """Break a snake_case cause at its underscores so that no line is longer than `width`."""
+    lines, current = [], ""
+    for i, word in enumerate(text.split("_")):
+        piece = word if i == 0 else f"_{word}"
+        if current and len(current) + len(piece) > width:
+            lines.append(current)
+            current = piece
+        else:
+            current += piece
+    return [*lines, current]

@@ -1,0 +1,202 @@
+"""Figures: a campaign over its steps, read from the run store.
+
+`CaptureRate`: did the calls continue recorded prefixes, and how many rows of each step could be trained on.
+`RewardCurve`: what the policy earned, every valid rollout a dot, the step's mean a line.
+Every number in a picture also stands in the table under it. Not here: causes (tables), log-probs (logprobs).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+from matplotlib.figure import Figure
+
+from workbench.inspect import html as markup
+from workbench.inspect.snapshot import StaticView
+from workbench.inspect.style import (
+    FAINT,
+    INK,
+    MUTED,
+    REJECTED,
+    SAMPLED,
+    TRAINED,
+    legend_beside_title,
+    panels,
+    say_nothing_to_show,
+    step_ticks,
+)
+
+
+class CaptureRate(StaticView):
+    """token_in rate and valid rows over steps. `run` is anything with `.steps` and `.rollouts` frames."""
+
+    def __init__(self, run: Any) -> None:
+        rollouts: pl.DataFrame = run.rollouts
+        rows = rollouts.group_by("step").agg(
+            pl.len().cast(pl.Int64).alias("rows_seen"), (pl.col("sample_mask") == 1).sum().cast(pl.Int64).alias("valid")
+        )
+        self.steps = (
+            run.steps.select("step", "token_in_rate", "token_in_rate_after_roots")
+            .join(rows.drop_nulls("step"), on="step", how="left")
+            .sort("step")
+            .with_columns(pl.col("rows_seen", "valid").fill_null(0))
+        )
+
+    def sentence(self) -> str:
+        if self.steps.is_empty():
+            return "Capture over steps · no step yet"
+        rows, valid = int(self.steps["rows_seen"].sum()), int(self.steps["valid"].sum())
+        rate = self.steps["token_in_rate_after_roots"].mean()
+        said = "not recorded" if rate is None else f"{rate:.4g}"
+        return (
+            f"Capture over {markup.count(self.steps.height, 'step')} · token_in_rate_after_roots {said} · "
+            f"{valid:,} of {rows:,} rows valid"
+        )
+
+    def draw(self) -> Figure:
+        figure, (rates, rows) = panels(4.2, rows=2, height_ratios=[1.1, 1])
+        steps = self.steps["step"].to_list()
+        if not steps:
+            say_nothing_to_show(rates, "no optimiser step has been recorded yet")
+            say_nothing_to_show(rows, "no rows yet")
+            return figure
+        for name, label, colour, marker, style in (
+            ("token_in_rate_after_roots", "after roots", TRAINED, "o", "-"),
+            ("token_in_rate", "all calls (roots are text)", SAMPLED, "s", "--"),
+        ):
+            values = [np.nan if v is None else v for v in self.steps[name].to_list()]
+            rates.plot(steps, values, color=colour, marker=marker, ls=style, lw=1.8, ms=5, label=label)
+        rates.set_title("token_in rate: calls that continue an exact recorded prefix")
+        rates.set_ylim(-0.04, 1.08)
+        legend_beside_title(rates)
+        step_ticks(rates, steps)
+
+        valid = np.array(self.steps["valid"].to_list())
+        rejected = np.array(self.steps["rows_seen"].to_list()) - valid
+        rows.bar(steps, valid, width=0.62, color=TRAINED, label="valid row")
+        rows.bar(
+            steps,
+            rejected,
+            width=0.62,
+            bottom=valid,
+            facecolor="#faf3f6",
+            edgecolor=REJECTED,
+            hatch="////",
+            label="placeholder, no vote",
+            lw=0.8,
+        )
+        for step, ok, bad in zip(steps, valid, rejected, strict=True):
+            if len(steps) <= 24:
+                rows.text(step, ok + bad, f"{ok}/{ok + bad}", ha="center", va="bottom", fontsize=7.5)
+        rows.set_title("training rows")
+        rows.set_xlabel("optimiser step")
+        rows.set_ylim(0, max(1, int((valid + rejected).max())) * 1.18)
+        legend_beside_title(rows)
+        step_ticks(rows, steps)
+        return figure
+
+    def html(self) -> str:
+        rows = [
+            [
+                _number(row["step"], "d"),
+                _number(row["token_in_rate"], ".4g"),
+                _number(row["token_in_rate_after_roots"], ".4g"),
+                _number(row["valid"], ",d"),
+                _number(row["rows_seen"], ",d"),
+            ]
+            for row in self.steps.to_dicts()
+        ]
+        header = ("step", "token_in_rate", "after roots", "valid rows", "rows")
+        return markup.block(markup.line(self.sentence(), strong=True), markup.table(header, rows))
+
+
+class RewardCurve(StaticView):
+    """Reward over steps: one dot a valid rollout, the mean as a line, one standard deviation as a band."""
+
+    def __init__(self, run: Any) -> None:
+        self.rollouts = (
+            run.rollouts.filter((pl.col("sample_mask") == 1) & pl.col("reward").is_not_null())
+            .drop_nulls("step")
+            .sort("step", "group_id", "index")
+        )
+        self.steps = (
+            self.rollouts.group_by("step")
+            .agg(
+                pl.col("reward").mean().alias("mean"),
+                pl.col("reward").std(ddof=0).alias("std"),
+                pl.col("reward").max().alias("best"),
+                pl.len().cast(pl.Int64).alias("rows"),
+            )
+            .sort("step")
+        )
+
+    def sentence(self) -> str:
+        if self.steps.is_empty():
+            return "Reward over steps · no valid rollout yet"
+        first, last = self.steps["mean"][0], self.steps["mean"][-1]
+        return (
+            f"Reward over {markup.count(self.steps.height, 'step')} · mean {first:.3f} at the first, "
+            f"{last:.3f} at the last · {self.rollouts.height:,} valid rollouts"
+        )
+
+    def draw(self) -> Figure:
+        figure, (ax,) = panels(3.1)
+        steps = self.steps["step"].to_list()
+        if not steps:
+            say_nothing_to_show(ax, "no valid rollout has been finalised yet")
+            return figure
+        mean, std = self.steps["mean"].to_numpy(), self.steps["std"].to_numpy()
+        xs: list[float] = []
+        for rows in self.steps["rows"].to_list():
+            xs.extend(np.linspace(-0.24, 0.24, rows) if rows > 1 else [0.0])
+        base = np.repeat(steps, self.steps["rows"].to_list())
+        ax.fill_between(steps, mean - std, mean + std, color=FAINT, alpha=0.35, lw=0, label="± one std")
+        ax.scatter(
+            base + np.array(xs),
+            self.rollouts["reward"].to_numpy(),
+            s=13,
+            facecolor="none",
+            edgecolor=MUTED,
+            lw=0.7,
+            label="one rollout",
+        )
+        ax.plot(steps, mean, color=TRAINED, marker="o", lw=2.2, ms=5.5, label="mean of valid rows")
+        for step, value in ((steps[0], mean[0]), (steps[-1], mean[-1])):
+            ax.annotate(
+                f"{value:.3f}",
+                (step, value),
+                xytext=(0, 8),
+                textcoords="offset points",
+                ha="center",
+                fontsize=8.5,
+                weight="bold",
+                color=INK,
+            )
+        ax.set_title("reward")
+        ax.set_xlabel("optimiser step")
+        legend_beside_title(ax)
+        step_ticks(ax, steps)
+        return figure
+
+    def html(self) -> str:
+        rows = [
+            [
+                _number(row["step"], "d"),
+                _number(row["mean"], ".3f"),
+                _number(row["std"], ".3f"),
+                _number(row["best"], ".3f"),
+                _number(row["rows"], ",d"),
+            ]
+            for row in self.steps.to_dicts()
+        ]
+        header = ("step", "mean", "std", "best", "valid rows")
+        return markup.block(markup.line(self.sentence(), strong=True), markup.table(header, rows))
+
+
+def _number(value: float | int | None, spec: str) -> markup.Cell:
+    """A number cell; a value that nobody recorded is a grey dash, not a zero."""
+    if value is None:
+        return markup.Cell("–", right=True, muted=True)
+    return markup.Cell(format(value, spec), right=True)

@@ -1,0 +1,68 @@
+"""HTML: tables and lines with their style inline, no script, no class, nothing fetched.
+
+Colours are chosen to be read on light and on dark pages: text keeps the page's own colour, marks are translucent.
+"""
+
+from __future__ import annotations
+
+import html as _html
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+_FONT = "font-family:ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace"
+_CELL = "padding:3px 10px 3px 0;text-align:left;vertical-align:top;border:none"
+_RIGHT = "padding:3px 10px 3px 0;text-align:right;vertical-align:top;border:none;font-variant-numeric:tabular-nums"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of its own look: `text` is escaped; `strong` is bold, `muted` grey, `right` a number."""
+
+    text: str
+    strong: bool = False
+    muted: bool = False
+    right: bool = False
+
+
+def escape(text: object) -> str:
+    """Text made safe for HTML, quotes included."""
+    return _html.escape(str(text), quote=True)
+
+
+def line(text: str, *, muted: bool = False, strong: bool = False) -> str:
+    """One paragraph of plain text."""
+    style = "margin:4px 0;font-size:13px" + (";opacity:.7" if muted else "")
+    body = f"<b>{escape(text)}</b>" if strong else escape(text)
+    return f'<div style="{style}">{body}</div>'
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Cell | str]], *, mono: bool = False) -> str:
+    """A table with a header; strings become plain cells."""
+    head = "".join(
+        f'<th style="{_CELL};border-bottom:1px solid rgba(128,128,128,.5)">{escape(name)}</th>' for name in header
+    )
+    body = "".join(f"<tr>{''.join(_cell(cell) for cell in row)}</tr>" for row in rows)
+    style = f"border-collapse:collapse;font-size:12.5px;line-height:1.45;margin:6px 0;{_FONT if mono else ''}"
+    return f'<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _cell(cell: Cell | str) -> str:
+    if isinstance(cell, str):
+        return f'<td style="{_CELL}">{escape(cell)}</td>'
+    body = escape(cell.text)
+    if cell.strong:
+        body = f"<b>{body}</b>"
+    style = _RIGHT if cell.right else _CELL
+    if cell.muted:
+        style += ";opacity:.6"
+    return f'<td style="{style}">{body}</td>'
+
+
+def block(*parts: str) -> str:
+    """Parts under one another, as one output."""
+    return f'<div style="max-width:1000px;overflow-x:auto">{"".join(parts)}</div>'
+
+
+def count(number: int, singular: str, plural: str | None = None) -> str:
+    """ "1 call", "1,204 calls"."""
+    return f"{number:,} {singular if number == 1 else plural or singular + 's'}"

@@ -1,0 +1,208 @@
+"""PrefixChain: which calls make up a rollout, and which of them were trained on.
+
+In: the calls frame (or a run) and a rollout id. Out: a picture with one row a root-to-leaf path (the trained chain on
+top, bold; retries, side branches, failed and unresolved calls below, each with the reason why it is apart) and a table
+with every field of every call. Invariant: every recorded call is either drawn or counted as not shown. Not here: where
+calls stand (`layout`), how the card looks (`chain_picture`), tokens (`tokens`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+from matplotlib.figure import Figure
+
+from workbench.errors import RunStoreError
+from workbench.inspect import html as markup
+from workbench.inspect.chain_picture import draw_chain
+from workbench.inspect.ids import short_id
+from workbench.inspect.layout import Place, place_calls
+from workbench.inspect.snapshot import StaticView
+
+ROOTLESS = frozenset({"failed", "unresolved"})
+RELATION_WORDS = {
+    "trained": "on the trained chain",
+    "candidate": "the earliest path; no terminal call was chosen",
+    "retry": "retry: the same request again",
+    "branch": "side branch: another request after the same call",
+    "side_root": "a conversation of its own",
+    "failed": "failed",
+    "unresolved": "unresolved",
+}
+
+
+class PrefixChain(StaticView):
+    """The prefix tree of one rollout.
+
+    `source` is a run (anything with `.calls` and `.rollouts` frames) or a calls frame; `rollout_id` may be left out
+    where the frame holds one rollout. At most `max_calls` cards are drawn and `max_rows` table rows written; what is
+    left out is said. Raises `RunStoreError` for a rollout without calls.
+    """
+
+    def __init__(self, source: Any, rollout_id: str | None = None, *, max_calls: int = 60, max_rows: int = 200) -> None:
+        calls: pl.DataFrame = source if isinstance(source, pl.DataFrame) else source.calls
+        rollouts: pl.DataFrame | None = None if isinstance(source, pl.DataFrame) else source.rollouts
+        if rollout_id is None:
+            ids = calls["rollout_id"].unique().sort().to_list()
+            if len(ids) != 1:
+                raise RunStoreError(
+                    f"Expected calls of one rollout, got {len(ids)}; name one: PrefixChain(run, rollout_id)"
+                )
+            rollout_id = ids[0]
+        self.rollout_id: str = rollout_id
+        self.calls = calls.filter(pl.col("rollout_id") == rollout_id).sort("order")
+        if self.calls.is_empty():
+            known = ", ".join(calls["rollout_id"].unique().sort().head(3).to_list())
+            raise RunStoreError(f"No calls of rollout {rollout_id!r} here; there are, for instance: {known or 'none'}")
+        self.rollout: dict[str, Any] | None = None
+        if rollouts is not None and not rollouts.is_empty():
+            match = rollouts.filter(pl.col("rollout_id") == rollout_id)
+            self.rollout = match.row(0, named=True) if match.height else None
+        self.max_calls = max_calls
+        self.max_rows = max_rows
+        self._rows = self.calls.to_dicts()
+        self.places: list[Place] = place_calls(
+            [row["model_call_id"] for row in self._rows],
+            [_attached_to(row) for row in self._rows],
+            [row["relation"] == "trained" for row in self._rows],
+            [row["relation"] in ROOTLESS and _attached_to(row) is None for row in self._rows],
+        )
+
+    def sentence(self) -> str:
+        chain = [row for row in self._rows if row["relation"] == "trained"]
+        parts = [f"Rollout {self.rollout_id}", markup.count(len(self._rows), "call")]
+        kinds = {kind: sum(row["relation"] == kind for row in self._rows) for kind in RELATION_WORDS}
+        for kind, one, many in (
+            ("retry", "retry", "retries"),
+            ("branch", "side branch", "side branches"),
+            ("side_root", "side conversation", None),
+            ("failed", "failed", "failed"),
+            ("unresolved", "unresolved", "unresolved"),
+        ):
+            if kinds[kind]:
+                parts.append(markup.count(kinds[kind], one, many))
+        if chain:
+            sampled = [row["sampled_tokens"] for row in chain]
+            known = f" ({sum(sampled):,} sampled)" if all(n is not None for n in sampled) else ""
+            parts.append(f"{max(row['cum_len'] for row in chain):,} tokens{known}")
+        parts.extend(_verdict(self.rollout))
+        return " · ".join(parts)
+
+    def draw(self) -> Figure:
+        chain_name = "trained chain"
+        if self.rollout is not None and self.rollout.get("cause"):
+            chain_name = "terminal chain, rejected"
+        elif self.rollout is not None and not self.rollout.get("verified"):
+            chain_name = f"terminal chain, by {self.rollout.get('terminal_selection') or 'nobody'}"
+        return draw_chain(self._rows, self.places[: self.max_calls], total=len(self.places), chain_name=chain_name)
+
+    def to_text(self) -> str:
+        """The tree as plain lines for a terminal, one a call, indented where a path forks."""
+        lines = [self.sentence()]
+        for place in self.places[: self.max_rows]:
+            row = self._rows[place.index]
+            mark = "●" if row["relation"] == "trained" else "✗" if row["failure_reason"] else "○"
+            tokens = "no tokens" if row["delta_len"] is None else f"+{row['delta_len']:,} = {row['cum_len']:,} tokens"
+            sampled = "" if row["sampled_tokens"] is None else f" ({row['sampled_tokens']:,} sampled)"
+            parts = [
+                f"{'  ' * min(place.row, 12)}{mark} #{row['order']} {short_id(row['model_call_id'], self.rollout_id)}",
+                row["mode"],
+                tokens + sampled,
+                None if row["weight_version"] is None else f"v{row['weight_version']}",
+                row["finish_reason"],
+                (row["digest"] or "")[:8],
+                why(row),
+            ]
+            lines.append(" · ".join(part for part in parts if part))
+        if len(self.places) > self.max_rows:
+            lines.append(f"showing {self.max_rows:,} of {len(self.places):,} calls")
+        return "\n".join(lines)
+
+    def html(self) -> str:
+        shown = self.places[: self.max_rows]
+        rows = [self._table_row(place) for place in shown]
+        parts = [markup.line(self.sentence(), strong=True)]
+        if self.rollout is not None and self.rollout.get("cause"):
+            parts.append(markup.line(_rejection(self.rollout)))
+        header = ("path", "#", "call", "mode", "carry", "sampled", "total", "version", "finish", "digest", "why here")
+        parts.append(markup.table(header, rows))
+        drawn = min(self.max_calls, len(self.places))
+        if drawn < len(self.places) or len(shown) < len(self.places):
+            parts.append(
+                markup.line(
+                    f"Showing {drawn:,} of {len(self.places):,} calls drawn and {len(shown):,} listed; "
+                    f"all of them: PrefixChain(run, {self.rollout_id!r}, max_calls={len(self.places)}, "
+                    f"max_rows={len(self.places)})",
+                    muted=True,
+                )
+            )
+        return markup.block(*parts)
+
+    def _table_row(self, place: Place) -> list[markup.Cell]:
+        row = self._rows[place.index]
+        strong, muted = row["relation"] == "trained", row["relation"] != "trained"
+
+        def cell(value: Any, right: bool = False) -> markup.Cell:
+            text = "–" if value is None else f"{value:,}" if isinstance(value, int) and right else str(value)
+            return markup.Cell(text, strong=strong, muted=muted, right=right)
+
+        carry = (
+            None
+            if row["sampled_tokens"] is None or row["delta_len"] is None
+            else row["delta_len"] - row["sampled_tokens"]
+        )
+        return [
+            cell(place.row + 1, right=True),
+            cell(row["order"], right=True),
+            cell(short_id(row["model_call_id"], self.rollout_id)),
+            cell(row["mode"]),
+            cell(carry, right=True),
+            cell(row["sampled_tokens"], right=True),
+            cell(row["cum_len"], right=True),
+            cell(row["weight_version"], right=True),
+            cell(row["finish_reason"]),
+            cell((row["digest"] or "")[:8] or None),
+            cell(why(row)),
+        ]
+
+
+def _attached_to(row: dict[str, Any]) -> str | None:
+    """The call a card hangs on: its parent, or for an unresolved one the call that it nearly continues."""
+    return row["parent_call_id"] or row.get("near_call_id")
+
+
+def why(row: dict[str, Any]) -> str:
+    """Why a call stands where it stands, one phrase; failures carry their cause and detail."""
+    words = RELATION_WORDS.get(row["relation"], row["relation"])
+    if row.get("failure_reason"):
+        words = f"{words}: {row['failure_reason']}"
+        if row.get("detail"):
+            words = f"{words}, {row['detail']}"
+        if row.get("drift"):
+            words = f"{words}: {row['drift']}"
+    return words
+
+
+def _verdict(rollout: dict[str, Any] | None) -> list[str]:
+    if rollout is None:
+        return []
+    parts = []
+    if rollout.get("reward") is not None:
+        parts.append(f"reward {rollout['reward']:g}")
+    if rollout.get("cause"):
+        parts.append(f"rejected: {rollout['cause']}")
+    elif rollout.get("verified"):
+        parts.append("verified")
+    elif rollout.get("terminal_selection"):
+        parts.append(f"terminal by {rollout['terminal_selection']}, not verified")
+    else:
+        parts.append("not finalised")
+    return parts
+
+
+def _rejection(rollout: dict[str, Any]) -> str:
+    place = f" at call {rollout['call_id']}" if rollout.get("call_id") else ""
+    place += f", token {rollout['position']}" if rollout.get("position") is not None else ""
+    detail = f": {rollout['detail']}" if rollout.get("detail") else ""
+    return f"Rejected, {rollout['cause']}{place}{detail}"

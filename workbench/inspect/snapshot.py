@@ -1,0 +1,92 @@
+"""Snapshot: what an inspector leaves in a notebook that has no kernel.
+
+In: an inspector that knows one sentence, some HTML and, where colour carries meaning, a picture. Out: display data of
+plain MIME types (image/png, text/html, text/plain). Invariant: the same records give the same text and the same
+pixels, nothing in it is script, and nothing in it is fetched. Not here: what is drawn (one module an inspector), and
+live widgets.
+
+A notebook front end that is given PNG and HTML in one bundle shows the HTML and hides the picture, and GitHub strips
+colours and inline pictures from HTML. So an inspector displays itself as two outputs, picture first, text after it;
+`_repr_mimebundle_` still answers with everything for callers that want one bundle.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from workbench.inspect.style import DISPLAY_WIDTH_PX, house_style, png_bytes
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A frozen view: `text` one sentence, `html` inline-styled without script, `png` bytes or None (no picture)."""
+
+    text: str
+    html: str
+    png: bytes | None
+
+    def bundle(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Display data and its metadata, as IPython's `_repr_mimebundle_` returns them."""
+        data: dict[str, Any] = {"text/plain": self.text, "text/html": self.html}
+        metadata: dict[str, Any] = {}
+        if self.png is not None:
+            data["image/png"] = self.png
+            metadata["image/png"] = {"width": DISPLAY_WIDTH_PX}
+        return data, metadata
+
+
+class StaticView:
+    """Base of the inspectors: a sentence, a picture, a text; each built once, when first asked for."""
+
+    _snapshot: Snapshot | None = None
+
+    def sentence(self) -> str:
+        """One deterministic line that says what is shown."""
+        raise NotImplementedError
+
+    def html(self) -> str:
+        """Inline-styled HTML without script; readable when styles are stripped."""
+        raise NotImplementedError
+
+    def figure(self) -> Figure | None:
+        """The picture as a matplotlib figure, or None where it would say nothing that the text does not."""
+        with house_style():
+            return self.draw()
+
+    def draw(self) -> Figure | None:
+        """Draw; called in the house style."""
+        return None
+
+    def snapshot(self) -> Snapshot:
+        """The static form, the same object at every call."""
+        if self._snapshot is None:
+            figure = self.figure()
+            png = png_bytes(figure) if figure is not None else None
+            self._snapshot = Snapshot(text=self.sentence(), html=self.html(), png=png)
+        return self._snapshot
+
+    def __repr__(self) -> str:
+        return self.sentence()
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        data, metadata = self.snapshot().bundle()
+        kept = {
+            mime: value
+            for mime, value in data.items()
+            if (not include or mime in include) and (not exclude or mime not in exclude)
+        }
+        return kept, metadata
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import publish_display_data
+
+        shot = self.snapshot()
+        if shot.png is not None:
+            publish_display_data(
+                {"image/png": shot.png, "text/plain": shot.text},
+                {"image/png": {"width": DISPLAY_WIDTH_PX}},
+            )
+        publish_display_data({"text/html": shot.html, "text/plain": shot.text})

@@ -1,0 +1,112 @@
+"""Style: one look for every picture, the same pixels at every run.
+
+Blue is what is trained, orange is what the policy sampled, grey is context; each colour has a second channel beside it
+(hatch, line weight, marker, underline), so nothing is said by hue alone. Agg is used through `Figure` objects, never
+through pyplot: no global state, no back end switched under the reader's feet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+INK = "#1f2933"
+MUTED = "#7b8794"
+FAINT = "#cbd2d9"
+PAPER = "#ffffff"
+GRID = "#e4e7eb"
+TRAINED = "#1f5fa8"
+CARRY = "#b8cfe8"
+SAMPLED = "#e8872b"
+REJECTED = "#8a1c4a"
+SERIES = ("#1f5fa8", "#e8872b", "#3f8f6b", "#8a1c4a", "#6b5b95", "#7b8794")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "++")
+
+DPI = 144
+DISPLAY_WIDTH_PX = 940
+FIGURE_WIDTH_IN = 9.8
+
+_RC: dict[str, Any] = {
+    "font.family": ["DejaVu Sans"],
+    "font.size": 9.5,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlecolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "text.color": INK,
+    "grid.color": GRID,
+    "hatch.linewidth": 0.7,
+    "legend.frameon": False,
+    "svg.hashsalt": "workbench",
+    "text.parse_math": False,
+}
+
+
+@contextlib.contextmanager
+def house_style() -> Iterator[None]:
+    """The look, for as long as something is drawn; the reader's own matplotlib settings are left alone."""
+    with mpl.rc_context(_RC):
+        yield
+
+
+def new_figure(height_in: float) -> Figure:
+    """An empty figure of notebook width and the given height (inches)."""
+    figure = Figure(figsize=(FIGURE_WIDTH_IN, height_in), dpi=DPI, facecolor=PAPER)
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def panels(height_in: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:
+    """A figure of `rows` × `columns` panels, axes in reading order, with a quiet horizontal grid."""
+    figure = Figure(figsize=(FIGURE_WIDTH_IN, height_in), dpi=DPI, facecolor=PAPER, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(rows, columns, squeeze=False, gridspec_kw=grid or None).flat)
+    for ax in axes:
+        ax.grid(axis="y", linewidth=0.8)
+        ax.set_axisbelow(True)
+    return figure, axes
+
+
+def legend_beside_title(ax: Axes, columns: int = 3) -> None:
+    """The legend on the title's line, at the right, where it hides no mark."""
+    ax.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=columns, fontsize=8.5, borderaxespad=0.15)
+
+
+def png_bytes(figure: Figure) -> bytes:
+    """The figure as PNG without the metadata (software, time) that would change between machines and runs."""
+    buffer = io.BytesIO()
+    with house_style():
+        figure.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None}, pil_kwargs={"optimize": True})
+    return buffer.getvalue()
+
+
+def step_ticks(ax: Axes, steps: list[int]) -> None:
+    """Whole-number ticks at the steps themselves, thinned to about twelve."""
+    if not steps:
+        return
+    stride = max(1, -(-len(steps) // 12))
+    ax.set_xticks(steps[::stride])
+    ax.set_xlim(min(steps) - 0.5, max(steps) + 0.5)
+
+
+def say_nothing_to_show(ax: Axes, reason: str) -> None:
+    """Grey out a panel and say why it is empty."""
+    ax.set_facecolor("#f5f7fa")
+    ax.set_xticks([])
+    ax.set_yticks([])
+    ax.grid(False)
+    ax.text(0.5, 0.5, reason, transform=ax.transAxes, ha="center", va="center", color=MUTED, wrap=True)

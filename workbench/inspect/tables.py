@@ -1,0 +1,171 @@
+"""Tables: why rollouts were thrown away.
+
+`PoisonTable`: every cause by count and share over steps, its explanation, an example with call and token position, and
+below it the calls that were not captured at all. Invariant: the counts add up to the rejected rollouts; a cause that is
+not in the vocabulary is shown under its own name, not dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from workbench.inspect import html as markup
+from workbench.inspect.ids import short_id
+from workbench.inspect.snapshot import StaticView
+from workbench.inspect.style import REJECTED, panels, say_nothing_to_show
+from workbench.wire import Cause
+
+
+class PoisonTable(StaticView):
+    """Rejected rollouts by cause. `run` is anything with `.rollouts` and `.calls` frames."""
+
+    def __init__(self, run: Any) -> None:
+        rollouts: pl.DataFrame = run.rollouts
+        self.total = rollouts.height
+        rejected = rollouts.filter(pl.col("cause").is_not_null()).sort("step", "group_id", "index")
+        self.causes = (
+            rejected.group_by("cause", maintain_order=True)
+            .agg(
+                pl.len().cast(pl.Int64).alias("rollouts"),
+                pl.col("step").min().alias("first_step"),
+                pl.col("step").max().alias("last_step"),
+                pl.col("rollout_id").first().alias("example"),
+                pl.col("call_id").first(),
+                pl.col("position").first(),
+                pl.col("detail").first(),
+            )
+            .sort(["rollouts", "cause"], descending=[True, False])
+        )
+        self.failures = (
+            run.calls.filter(pl.col("failure_reason").is_not_null())
+            .group_by("failure_reason", "detail")
+            .agg(
+                pl.len().cast(pl.Int64).alias("calls"),
+                pl.col("rollout_id").n_unique().cast(pl.Int64).alias("rollouts"),
+                pl.col("rollout_id").min().alias("example"),
+            )
+            .sort(["calls", "failure_reason", "detail"], descending=[True, False, False], nulls_last=True)
+        )
+        self.last_step: int | None = rollouts["step"].max()
+        self.by_step = (
+            rejected.drop_nulls("step").group_by("cause", "step").agg(pl.len().cast(pl.Int64).alias("rollouts"))
+        )
+
+    def sentence(self) -> str:
+        rejected = int(self.causes["rollouts"].sum())
+        if self.total == 0:
+            return "Causes · no rollout has been finalised yet"
+        if rejected == 0:
+            return f"Causes · none of {self.total:,} rollouts was rejected"
+        top = self.causes.row(0, named=True)
+        return (
+            f"Causes · {rejected:,} of {self.total:,} rollouts rejected ({rejected / self.total:.1%}) · "
+            f"{markup.count(self.causes.height, 'cause')}, most often {top['cause']} ({top['rollouts']:,})"
+        )
+
+    def draw(self) -> Figure:
+        shown = self.causes.head(12)
+        names = shown["cause"].to_list()
+        figure, (matrix, totals) = panels(1.45 + 0.36 * max(1, len(names)), columns=2, width_ratios=[2.1, 1])
+        if not names:
+            say_nothing_to_show(matrix, self.sentence())
+            say_nothing_to_show(totals, "")
+            return figure
+        self._draw_matrix(matrix, names)
+        counts = shown["rollouts"].to_list()
+        totals.barh(range(len(names)), counts, height=0.62, color=REJECTED, hatch="////", edgecolor="white", lw=0)
+        for y, value in enumerate(counts):
+            totals.text(value, y, f" {value:,} ({value / self.total:.1%})", va="center", fontsize=8.5)
+        totals.grid(visible=False)
+        totals.set_yticks([])
+        totals.set_xticks([])
+        totals.set_ylim(len(names) - 0.5, -0.5)
+        totals.set_xlim(0, max(counts) * 1.6)
+        totals.set_title(f"of {self.total:,} rollouts")
+        return figure
+
+    def _draw_matrix(self, ax: Axes, names: list[str]) -> None:
+        """Counts by cause and step; more than 24 steps are gathered into equal ranges."""
+        steps = self.by_step["step"]
+        first, last = int(steps.min() or 0), int(self.last_step or 0)
+        first = min(first, 1)
+        size = max(1, -(-(last - first + 1) // 24))
+        bins = (last - first) // size + 1
+        counts = np.zeros((len(names), bins), dtype=np.int64)
+        for row in self.by_step.to_dicts():
+            if row["cause"] in names:
+                counts[names.index(row["cause"]), (row["step"] - first) // size] += row["rollouts"]
+        ax.imshow(counts, cmap="Purples", vmin=0, vmax=max(1, counts.max()) * 1.6, aspect="auto")
+        for y, x in np.argwhere(counts > 0):
+            ax.text(x, y, f"{counts[y, x]}", ha="center", va="center", fontsize=9, weight="bold")
+        ax.grid(visible=False)
+        ax.set_yticks(range(len(names)), names)
+        labels = [f"{first + size * k}" if size == 1 else f"{first + size * k}–" for k in range(bins)]
+        stride = max(1, -(-bins // 12))
+        ax.set_xticks(range(0, bins, stride), labels[::stride])
+        ax.set_xlabel("optimiser step")
+        ax.set_title("rejected rollouts by cause and step")
+
+    def html(self) -> str:
+        parts = [markup.line(self.sentence(), strong=True)]
+        if self.causes.height:
+            header = ("cause", "rollouts", "share", "steps", "what it means", "example", "where", "detail")
+            parts.append(markup.table(header, [self._cause_row(row) for row in self.causes.to_dicts()]))
+        if self.failures.height:
+            calls = int(self.failures["calls"].sum())
+            parts.append(
+                markup.line(
+                    f"{markup.count(calls, 'call')} left no tokens; only those that bear on the trained chain reject "
+                    "their rollout."
+                )
+            )
+            header = ("reason", "detail", "calls", "rollouts", "what it means", "example")
+            shown = self.failures.head(30).to_dicts()
+            parts.append(markup.table(header, [self._failure_row(row) for row in shown]))
+            if self.failures.height > len(shown):
+                parts.append(
+                    markup.line(f"Showing {len(shown)} of {self.failures.height:,}; all: .failures", muted=True)
+                )
+        return markup.block(*parts)
+
+    def _cause_row(self, row: dict[str, Any]) -> list[markup.Cell | str]:
+        first, last = row["first_step"], row["last_step"]
+        steps = "–" if first is None else str(first) if first == last else f"{first}–{last}"
+        where = "–" if row["call_id"] is None else f"call {short_id(row['call_id'], row['example'])}"
+        if row["position"] is not None:
+            where += f", token {row['position']}"
+        return [
+            markup.Cell(row["cause"], strong=True),
+            markup.Cell(f"{row['rollouts']:,}", right=True),
+            markup.Cell(f"{row['rollouts'] / self.total:.1%}", right=True),
+            steps,
+            explain(row["cause"]),
+            row["example"],
+            where,
+            markup.Cell(row["detail"] or "", muted=True),
+        ]
+
+    @staticmethod
+    def _failure_row(row: dict[str, Any]) -> list[markup.Cell | str]:
+        return [
+            markup.Cell(row["failure_reason"], strong=True),
+            row["detail"] or "–",
+            markup.Cell(f"{row['calls']:,}", right=True),
+            markup.Cell(f"{row['rollouts']:,}", right=True),
+            explain(row["detail"]) if row["detail"] in _CAUSES else explain(row["failure_reason"]),
+            row["example"],
+        ]
+
+
+_CAUSES = {cause.value: cause for cause in Cause}
+
+
+def explain(cause: str) -> str:
+    """The vocabulary's one line for a cause; a foreign one says that it is not in the vocabulary."""
+    known = _CAUSES.get(cause)
+    return known.explanation if known is not None else "Not in the vocabulary of causes."

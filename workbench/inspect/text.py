@@ -1,0 +1,88 @@
+"""Text: token ids as they can be shown, without ever losing which id made what.
+
+In: ids and a vocabulary. Out: pieces in order, each covering one or more consecutive ids. An id whose bytes are only a
+part of a character is joined with its siblings; bytes that are no UTF-8 even then are shown as `⟨E2 96⟩`, never as
+U+FFFD. Invariant: the pieces cover every id exactly once, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from workbench.runs.vocabulary import Vocabulary
+
+Kind = Literal["text", "special", "bytes", "unknown"]
+_CONTROL = {ord("\n"): "↵", ord("\t"): "⇥", ord("\r"): "␍", 0x00A0: "⍽"}
+_MAX_JOIN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`ids[start:stop]` of the input; `shown` is what a reader sees, control characters made visible."""
+
+    start: int
+    stop: int
+    kind: Kind
+    shown: str
+    breaks: bool = False
+
+
+def pieces_of(token_ids: Sequence[int], vocabulary: Vocabulary) -> list[Piece]:
+    """The pieces of `token_ids`, in order. A character is at most four bytes, so at most four ids are joined."""
+    pieces: list[Piece] = []
+    i, count = 0, len(token_ids)
+    while i < count:
+        token_id = token_ids[i]
+        if token_id in vocabulary.special:
+            pieces.append(Piece(i, i + 1, "special", vocabulary.special[token_id]))
+            i += 1
+            continue
+        if token_id not in vocabulary.pieces:
+            pieces.append(Piece(i, i + 1, "unknown", f"⟨id {token_id}⟩"))
+            i += 1
+            continue
+        raw, stop = b"", i
+        while stop < count and stop - i < _MAX_JOIN and token_ids[stop] in vocabulary.pieces:
+            raw += vocabulary.pieces[token_ids[stop]]
+            stop += 1
+            text = _decoded(raw)
+            if text is not None:
+                pieces.append(Piece(i, stop, "text", visible(text), breaks="\n" in text))
+                break
+            if not _may_continue(raw):
+                pieces.append(_as_bytes(i, vocabulary.pieces[token_id]))
+                stop = i + 1
+                break
+        else:
+            pieces.append(_as_bytes(i, vocabulary.pieces[token_id]))
+            stop = i + 1
+        i = stop
+    return pieces
+
+
+def visible(text: str) -> str:
+    """Text with its control characters drawn; an empty one as `∅`."""
+    shown = text.translate(_CONTROL)
+    return "".join(char if char.isprintable() else f"⟨U+{ord(char):04X}⟩" for char in shown) or "∅"
+
+
+def _as_bytes(at: int, raw: bytes) -> Piece:
+    return Piece(at, at + 1, "bytes", "⟨" + " ".join(f"{byte:02X}" for byte in raw) + "⟩")
+
+
+def _decoded(raw: bytes) -> str | None:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+
+
+def _may_continue(raw: bytes) -> bool:
+    """Whether more bytes could still make this valid: the only fault is an unfinished character at the end."""
+    try:
+        raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return error.reason == "unexpected end of data"
+    return True

@@ -1,0 +1,172 @@
+"""TokenStrip: the tokens of one rollout as text, the recorded ids being the truth.
+
+In: a token frame (or a run and a rollout id) and a vocabulary. Out: text in which every id is its own span (special
+tokens visible, split characters joined, what the policy sampled underlined), and a ribbon of the whole row: roles by
+call, the sampler's log-prob, the trainer's difference. At most `max_tokens` ids are written out; the rest is counted.
+Not here: the chain that the calls form (prefix_chain), a live, scrolling view.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+from matplotlib.figure import Figure
+
+from workbench.errors import RunStoreError
+from workbench.inspect import html as markup
+from workbench.inspect.ids import short_id
+from workbench.inspect.snapshot import StaticView
+from workbench.inspect.style import CARRY, MUTED, SAMPLED, TRAINED, panels, say_nothing_to_show
+from workbench.inspect.text import Piece, pieces_of
+from workbench.runs.vocabulary import Vocabulary
+
+_SPECIAL = "border:1px solid rgba(128,128,128,.7);border-radius:3px;padding:0 2px;font-size:11px;opacity:.85"
+_BYTES = "background:rgba(138,28,74,.18);border-radius:2px"
+_SAMPLED = (
+    f"text-decoration-color:{SAMPLED};text-decoration-thickness:2px;text-underline-offset:3px;"
+    "background:rgba(232,135,43,.13)"
+)
+_BODY = (
+    "font-family:ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace;font-size:12.5px;line-height:1.9;"
+    "white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid rgba(128,128,128,.35);border-radius:6px;"
+    "padding:8px 12px"
+)
+_CALL = "display:block;font-size:10.5px;opacity:.6;line-height:1.3;margin-top:6px"
+
+
+class TokenStrip(StaticView):
+    """The tokens of one rollout.
+
+    `source` is a run (anything with `.tokens()` and `.vocabulary()`) or a token frame, which then needs a
+    `vocabulary` to be shown as text; without one the ids themselves are shown.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        rollout_id: str | None = None,
+        *,
+        call_id: str | None = None,
+        vocabulary: Vocabulary | None = None,
+        start: int = 0,
+        max_tokens: int = 1_500,
+    ) -> None:
+        if isinstance(source, pl.DataFrame):
+            self.tokens = source
+        elif rollout_id is None:
+            raise RunStoreError("Expected a rollout id beside the run: TokenStrip(run, rollout_id)")
+        else:
+            self.tokens = source.tokens(rollout_id, call_id)
+            if vocabulary is None:
+                try:
+                    vocabulary = source.vocabulary()
+                except RunStoreError:
+                    vocabulary = None
+        self.rollout_id: str = self.tokens["rollout_id"][0] if self.tokens.height else str(rollout_id)
+        self.vocabulary = vocabulary
+        self.start = max(0, min(start, max(0, self.tokens.height - 1)))
+        self.stop = min(self.tokens.height, self.start + max_tokens)
+
+    def sentence(self) -> str:
+        sampled = int(self.tokens["sampled"].sum())
+        parts = [
+            f"Tokens of {self.rollout_id}",
+            f"{self.tokens.height:,} tokens ({sampled:,} sampled)",
+            markup.count(self.tokens["model_call_id"].n_unique(), "call"),
+        ]
+        known = self.tokens["delta"].drop_nulls()
+        if known.len():
+            parts.append(f"mean |Δ| {float(known.abs().mean() or 0):.4f} nat")
+        return " · ".join(parts)
+
+    def draw(self) -> Figure:
+        figure, (roles, likely, delta) = panels(2.5, rows=3, height_ratios=[0.34, 1, 1])
+        count = self.tokens.height
+        x = np.arange(count)
+        sampled = self.tokens["sampled"].to_numpy()
+        roles.bar(x[~sampled], 0.45, width=1.0, color=CARRY, label="carried")
+        roles.bar(x[sampled], 1, width=1.0, color=SAMPLED, label="sampled")
+        roles.set_yticks([])
+        roles.set_xticks([])
+        roles.grid(False)
+        roles.set_ylabel("carried ▁\nsampled █", fontsize=8, rotation=0, ha="right", va="center")
+        roles.spines["left"].set_visible(False)
+        calls = self.tokens["model_call_id"].to_list()
+        starts = [i for i in range(count) if i == 0 or calls[i] != calls[i - 1]]
+        for n, at in enumerate(starts):
+            roles.axvline(at - 0.5, color="black", lw=1.0)
+            if len(starts) <= 14:
+                roles.text(at, 1.12, f" call {n + 1}", fontsize=7, va="bottom", transform=roles.get_xaxis_transform())
+        roles.set_ylim(0, 1)
+        roles.set_xlim(-0.5, max(1, count) - 0.5)
+
+        values = self.tokens["logprob"].to_numpy()
+        likely.vlines(x[sampled], values[sampled], 0, color=TRAINED, lw=max(0.4, min(2.2, 620 / max(1, count))))
+        likely.set_ylabel("sampler\nlog-prob", fontsize=8)
+        likely.set_xticks([])
+        likely.set_xlim(-0.5, max(1, count) - 0.5)
+        known = self.tokens.with_row_index("at").drop_nulls("delta")
+        if known.is_empty():
+            say_nothing_to_show(delta, "the trainer has not scored these tokens")
+            return figure
+        at, d = known["at"].to_numpy(), known["delta"].to_numpy()
+        width = max(0.5, min(2.4, 620 / max(1, count)))
+        delta.vlines(at[d < 0], d[d < 0], 0, color=TRAINED, lw=width)
+        delta.vlines(at[d >= 0], 0, d[d >= 0], color=SAMPLED, lw=width)
+        delta.axhline(0, color=MUTED, lw=0.8)
+        delta.set_ylabel("Δ trainer", fontsize=8)
+        delta.set_xlabel("position in the row")
+        delta.set_xlim(-0.5, max(1, count) - 0.5)
+        return figure
+
+    def html(self) -> str:
+        parts = [markup.line(self.sentence(), strong=True)]
+        if self.vocabulary is None:
+            parts.append(markup.line("No vocabulary at hand: ids are shown, not text.", muted=True))
+        parts.append(f'<div style="{_BODY}">{self._body()}</div>')
+        legend = (
+            "Underlined: sampled by the policy (mask 1). Boxed: special tokens. ⟨E2 96⟩: bytes that are no character."
+        )
+        parts.append(markup.line(legend, muted=True))
+        if self.start or self.stop < self.tokens.height:
+            parts.append(
+                markup.line(
+                    f"Showing tokens {self.start:,} to {self.stop:,} of {self.tokens.height:,}; others: "
+                    "TokenStrip(..., start=…, max_tokens=…)",
+                    muted=True,
+                )
+            )
+        return markup.block(*parts)
+
+    def _body(self) -> str:
+        shown = self.tokens.slice(self.start, self.stop - self.start)
+        ids = shown["token_id"].to_list()
+        if self.vocabulary is None:
+            pieces = [Piece(i, i + 1, "unknown", f"{token_id} ") for i, token_id in enumerate(ids)]
+        else:
+            pieces = pieces_of(ids, self.vocabulary)
+        sampled, calls = shown["sampled"].to_list(), shown["model_call_id"].to_list()
+        order = {call: n for n, call in enumerate(dict.fromkeys(self.tokens["model_call_id"].to_list()), start=1)}
+        versions = shown["weight_version"].to_list()
+        out: list[str] = []
+        last_call = None
+        for piece in pieces:
+            call = calls[piece.start]
+            if call != last_call:
+                name = short_id(call, self.rollout_id) if call else "?"
+                version = "" if versions[piece.start] is None else f" · weights v{versions[piece.start]}"
+                out.append(f'<span style="{_CALL}">call {order[call]} · {markup.escape(name)}{version}</span>')
+                last_call = call
+            out.append(_span(piece, sampled=bool(sampled[piece.start])))
+        return "".join(out)
+
+
+def _span(piece: Piece, *, sampled: bool) -> str:
+    text = markup.escape(piece.shown)
+    style = _SPECIAL if piece.kind == "special" else _BYTES if piece.kind == "bytes" else ""
+    body = f'<code style="{style}">{text}</code>' if style else text
+    if sampled:
+        body = f'<u style="{_SAMPLED}">{body}</u>'
+    return body + ("\n" if piece.breaks else "")

@@ -1,0 +1,86 @@
+"""Custody: ledger files as rows of the calls table.
+
+In: a directory of `<rollout_id>.lineage.jsonl` files, ours or a NeMo Gym run's. Out: one dict a call, in ledger order,
+custody rows and failure rows alike, with the names that the calls table uses. Token-free, as ledgers are.
+Invariant: a torn last line was never acknowledged and is not a call. Not here: resolving and writing (the ledger room).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from workbench.runs.frames import read_lines
+
+SUFFIX = ".lineage.jsonl"
+EVENTS_SUFFIX = ".events.jsonl"
+
+_SAME = (
+    "parent_call_id",
+    "mode",
+    "prev_len",
+    "delta_len",
+    "cum_len",
+    "weight_version",
+    "extras_digest",
+    "chain_hash",
+    "cumulative_hash",
+    "staging_key",
+    "response_id",
+    "admitted_at",
+    "output_fingerprint",
+    "continuation_fingerprint",
+    "fingerprint_version",
+    "context_digest",
+    "context_len",
+)
+
+
+def ledger_files(directory: Path) -> list[Path]:
+    """The ledger files of a directory, by rollout id; hidden files are no ledgers."""
+    return sorted(path for path in directory.glob(f"*{SUFFIX}") if not path.name.startswith("."))
+
+
+def rollout_of(path: Path) -> str:
+    """The rollout a ledger file belongs to."""
+    return path.name.removesuffix(SUFFIX)
+
+
+def ledger_rows(path: Path) -> list[dict[str, Any]]:
+    """The calls of one ledger file, in the order they were recorded, `order` from 1."""
+    rollout_id = rollout_of(path)
+    calls = [_call(rollout_id, row, order) for order, row in enumerate(read_lines(path), start=1)]
+    _add_drift(path, calls)
+    staged = [call for call in calls if call["disposition"] == "staged"]
+    for index, call in enumerate([*staged, *(call for call in calls if call["disposition"] == "failed")]):
+        call["manifest_index"] = index
+    return calls
+
+
+def _add_drift(path: Path, calls: list[dict[str, Any]]) -> None:
+    """What the gateway noted about unresolved calls, from the events beside the ledger, where there are any."""
+    noted = {
+        event.get("model_call_id"): event
+        for event in read_lines(path.with_name(f"{rollout_of(path)}{EVENTS_SUFFIX}"))
+        if event.get("kind") == "drift"
+    }
+    for call in calls:
+        event = noted.get(call["model_call_id"])
+        if event is not None and call["disposition"] == "failed":
+            call["near_call_id"] = event.get("nearest_call")
+            call["near_item"] = event.get("position")
+            call["drift"] = event.get("detail")
+
+
+def _call(rollout_id: str, row: dict[str, Any], order: int) -> dict[str, Any]:
+    call: dict[str, Any] = {
+        "rollout_id": rollout_id,
+        "model_call_id": row.get("model_call_id"),
+        "order": order,
+        "failure_reason": row.get("failure_reason"),
+        "detail": row.get("detail"),
+    }
+    if call["failure_reason"] is not None:
+        return call | {"disposition": "failed"}
+    call |= {name: row.get(name) for name in _SAME}
+    return call | {"disposition": "staged", "digest": row.get("staging_digest")}

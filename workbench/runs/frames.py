@@ -1,0 +1,139 @@
+"""Frames: declared columns become Polars frames, from JSON lines or Parquet parts.
+
+In: dicts or part files of a run. Out: frames with the columns of `schema`, in that order, then the columns that reading
+adds (declared in `ADDED`, below), then whatever scalar extras a JSON line carries. Invariants: a declared column is
+always there, null where the file does not know it; ids are in every row; a torn last line is not an error, a broken
+line before others is.
+Not here: which files belong to a run (reader), what the columns mean beyond their declaration (schema).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+import polars as pl
+
+from workbench.errors import RunStoreError
+from workbench.runs import schema
+from workbench.runs.schema import Column
+
+#: Columns that reading adds to what is stored; they come from joins or are derived, and are never written.
+ADDED: dict[str, tuple[Column, ...]] = {
+    "campaigns": (Column("weight_version", "i64", "", "version after the last step"),),
+    "steps": (Column("run", "str", "", "run"),),
+    "groups": (
+        Column("run", "str", "", "run"),
+        Column("step", "i64", "", "optimiser step the group was sampled for"),
+    ),
+    "rollouts": (
+        Column("run", "str", "", "run"),
+        Column("step", "i64", "", "optimiser step the group was sampled for"),
+        Column("verified", "bool", "", "the row passed every check of the verifier"),
+    ),
+    "calls": (
+        Column("run", "str", "", "run"),
+        Column("order", "i64", "", "place in the ledger, from 1; failures where they happened"),
+        Column("relation", "str", "", "trained, candidate, retry, branch, side_root, failed or unresolved"),
+        Column("near_call_id", "str", "", "recorded call that an unresolved one nearly continues"),
+        Column("near_item", "i64", "items", "first item of its request that differs, from 0"),
+        Column("drift", "str", "", "what differs, one sentence"),
+    ),
+}
+
+_ARRAYS = frozenset({"token_ids", "token_mask", "logprobs", "trainer_logprobs", "delta", "snapshot"})
+
+
+def scalar_columns(table: str) -> list[str]:
+    """The declared columns of a table without its token arrays: what a frame of things, not of tokens, shows."""
+    return [column.name for column in schema.columns(table) if column.name not in _ARRAYS]
+
+
+def polars_dtypes(table: str) -> dict[str, Any]:
+    """Dtypes of a table's frame: declared columns, arrays left out, then the added ones."""
+    declared = schema.polars_schema(table)
+    dtypes = {name: declared[name] for name in scalar_columns(table)}
+    for column in ADDED.get(table, ()):
+        dtypes[column.name] = getattr(pl, schema.DTYPES[column.dtype][1])
+    return dtypes
+
+
+def frame_of(table: str, rows: Sequence[dict[str, Any]]) -> pl.DataFrame:
+    """A frame of `rows`: every column of `polars_dtypes(table)`, then the scalar extras that the rows carry.
+
+    Mappings in a `json` column become JSON text. Raises RunStoreError where a value does not fit its column.
+    """
+    dtypes = polars_dtypes(table)
+    columns: dict[str, pl.Series] = {}
+    for name, dtype in dtypes.items():
+        values = [_plain(row.get(name)) for row in rows]
+        try:
+            columns[name] = pl.Series(name, values, dtype=dtype, strict=False)
+        except (TypeError, ValueError, pl.exceptions.PolarsError) as error:
+            raise RunStoreError(f"Column {name} of table {table} does not hold {dtype}: {error}") from error
+    extras = dict.fromkeys(
+        name for row in rows for name, value in row.items() if name not in dtypes and _is_scalar(value)
+    )
+    for name in extras:
+        values = [row.get(name) for row in rows]
+        if all(value is None or isinstance(value, (int, float)) for value in values):
+            columns[name] = pl.Series(name, values, strict=False)
+        elif all(value is None or isinstance(value, str) for value in values):
+            columns[name] = pl.Series(name, values, dtype=pl.String)
+    return pl.DataFrame(columns)
+
+
+def _plain(value: Any) -> Any:
+    return orjson.dumps(value).decode() if isinstance(value, dict) else value
+
+
+def _is_scalar(value: Any) -> bool:
+    return value is not None and isinstance(value, (str, int, float, bool))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a JSONL file, oldest first; `[]` where there is no file.
+
+    The last line may be torn (somebody is writing, or was killed): it is left out. Raises RunStoreError with file and
+    line for any other line that is not an object.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    whole = data.rfind(b"\n") + 1
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(data[:whole].splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise RunStoreError(
+                f"{path}, line {number} is not JSON ({error}); the lines after it are not read"
+            ) from error
+        if not isinstance(row, dict):
+            raise RunStoreError(f"{path}, line {number}: expected an object, got {type(row).__name__}")
+        rows.append(row)
+    return rows
+
+
+def read_parts(table: str, paths: Iterable[Path], columns: Sequence[str] | None = None) -> pl.DataFrame:
+    """The Parquet parts of a table under one another, in the order given; empty with the right columns for none.
+
+    Raises RunStoreError naming the part that cannot be read or lacks a declared column.
+    """
+    names = list(columns) if columns is not None else [column.name for column in schema.columns(table)]
+    dtypes = schema.polars_schema(table)
+    frames = []
+    for path in paths:
+        try:
+            frames.append(pl.read_parquet(path, columns=names))
+        except FileNotFoundError:
+            continue
+        except (pl.exceptions.PolarsError, OSError) as error:
+            raise RunStoreError(f"{path} is not a readable part of table {table}: {error}") from error
+    empty = pl.DataFrame(schema={name: dtypes[name] for name in names})
+    return pl.concat([empty, *frames], how="vertical") if frames else empty

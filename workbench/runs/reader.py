@@ -1,0 +1,339 @@
+"""Reader: a run directory as Polars frames, while it is being written, after it ended, after it crashed.
+
+    run = open("reports/first")         run.campaign  run.steps  run.groups  run.rollouts  run.calls  run.events
+    run.tokens(rollout_id)              one row a token of the trained row (or of the path to one call)
+    run.logprobs()                      one row a sampled token that was trained on, sampler beside trainer
+    run.receipt(rollout_id)             the receipt as a wire record
+
+Invariants: ids are in every row of every frame; a frame is read again only when its files have changed; a
+reader never writes into a run. A part that is there is whole (the writer renames), a line
+that is torn is not there yet. Frames of things hold no token arrays; those come on demand.
+Not here: which columns there are (schema, frames), foreign ledgers (foreign), proving digests (campaign.verify_run).
+"""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Callable
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import orjson
+import polars as pl
+
+from workbench.errors import RunStoreError
+from workbench.runs import frames, schema
+from workbench.runs.custody import ledger_files, ledger_rows, rollout_of
+from workbench.runs.relations import relate
+from workbench.runs.tokens import call_path_tokens, row_tokens, sampled_logprobs
+from workbench.runs.vocabulary import Vocabulary, load_vocabulary
+from workbench.wire import RolloutReceipt
+
+_STATES = {"running": "running", "done": "finished", "failed": "failed", "killed": "interrupted"}
+
+
+def open(path: str | PathLike[str]) -> Run:
+    """The run in a directory. Raises RunStoreError when it holds no run; an unfinished or crashed one opens."""
+    directory = Path(path)
+    marks = ("status.json", "events.jsonl", "steps.jsonl", "groups.jsonl")
+    if not directory.is_dir() or not any((directory / mark).exists() for mark in marks):
+        beside = sorted(p.parent.name for p in directory.parent.glob("*/status.json"))[:5]
+        hint = f"; runs beside it: {', '.join(beside)}" if beside else ""
+        raise RunStoreError(f"No run in {directory}: expected one of {', '.join(marks)} there{hint}")
+    return Run(directory)
+
+
+class Run:
+    """One campaign on disk. Cheap to make; every attribute reads what it needs when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._cache: dict[str, tuple[Any, Any]] = {}
+
+    @property
+    def name(self) -> str:
+        """The run's name, the first part of every rollout id."""
+        return str(self.status.get("run") or self.path.name)
+
+    def __repr__(self) -> str:
+        row = self.campaign.row(0, named=True)
+        version = "" if row["weight_version"] is None else f" · weight version {row['weight_version']}"
+        return (
+            f"Run {row['run']} · {row['state']} · {row['steps']} steps · {row['groups']} groups · "
+            f"{row['valid_rollouts']} of {row['rollouts']} rollouts valid{version}"
+        )
+
+    # -- frames ------------------------------------------------------------------------------------------------
+
+    @property
+    def campaign(self) -> pl.DataFrame:
+        """One row: the run as a whole (columns of table `campaigns`)."""
+        status, recipe, steps = self.status, self.recipe, self.steps
+        rollouts, events = self.rollouts, self._lines("events")
+        state, error = self._state(status)
+        times = [event["at"] for event in events if isinstance(event.get("at"), (int, float))]
+        row = {
+            "run": self.name,
+            "path": str(self.path),
+            "state": state,
+            "error": error,
+            "started_at": min(times, default=None),
+            "finished_at": max(times, default=None) if state != "running" else None,
+            "model": (recipe.get("model") or {}).get("path"),
+            "environment": (recipe.get("environment") or {}).get("name"),
+            "capture_enabled": (recipe.get("token_capture") or {}).get("enabled"),
+            "steps": steps.height,
+            "groups": self.groups.height,
+            "rollouts": rollouts.height,
+            "valid_rollouts": int((rollouts["sample_mask"] == 1).sum()),
+            "weight_version": steps["weight_version"].max(),
+        }
+        return frames.frame_of("campaigns", [row])
+
+    @property
+    def steps(self) -> pl.DataFrame:
+        """One row an optimiser step, in order."""
+        return self._frame("steps", [self.path / "steps.jsonl"], self._build_steps)
+
+    @property
+    def groups(self) -> pl.DataFrame:
+        """One row a finalised group, in the order they were finalised."""
+        return self._frame("groups", [self.path / "groups.jsonl"], self._build_groups)
+
+    @property
+    def rollouts(self) -> pl.DataFrame:
+        """One row a finalised rollout, by group and index; placeholders have their cause."""
+        paths = [*self._parts("rows"), self.path / "groups.jsonl"]
+        return self._frame("rollouts", paths, self._build_rollouts)
+
+    @property
+    def calls(self) -> pl.DataFrame:
+        """One row a model call: staged, failed and unresolved ones, of rollouts still in flight too."""
+        paths = [*self._parts("calls"), *ledger_files(self.path / "ledger")]
+        return self._frame("calls", paths, self._build_calls)
+
+    @property
+    def events(self) -> pl.DataFrame:
+        """One row an event: `at` (Unix time, s), `kind`, and the event's own fields as JSON text."""
+        rows = [
+            {
+                "run": self.name,
+                "at": event.get("at"),
+                "kind": event.get("kind"),
+                "fields": orjson.dumps({k: v for k, v in event.items() if k not in ("at", "kind")}).decode(),
+            }
+            for event in self._lines("events")
+        ]
+        return pl.DataFrame(
+            rows, schema={"run": pl.String, "at": pl.Float64, "kind": pl.String, "fields": pl.String}, strict=False
+        )
+
+    # -- on demand ---------------------------------------------------------------------------------------------
+
+    def tokens(self, rollout_id: str, call_id: str | None = None) -> pl.DataFrame:
+        """One row a token, in order: of the rollout's trained row, or of the path from its root to `call_id`.
+
+        Columns: run, group_id, rollout_id, model_call_id, position, token_id (UInt64), sampled (bool), logprob (of
+        the sampler, nat; 0 where not sampled), trainer_logprob, delta (trainer - sampler), advantage,
+        weight_version; the trainer's three are null where it never saw the token. A rejected rollout's row is a
+        placeholder, so without `call_id` the path to its terminal call, else to its last staged call, is given.
+        Raises RunStoreError for an unknown rollout or call.
+        """
+        row = self._row("rows", rollout_id)
+        if row is not None and call_id is None and row["sample_mask"] == 1:
+            frame = row_tokens(row, self._row("train", rollout_id))
+        else:
+            calls = self._table("calls", rollout_id)
+            if row is None and calls.is_empty():
+                raise self._unknown(rollout_id)
+            frame = call_path_tokens(rollout_id, calls.to_dicts(), call_id)
+        return frame.select(pl.lit(self.name).alias("run"), pl.all())
+
+    def logprobs(self) -> pl.DataFrame:
+        """One row a sampled token of every trained row, sampler and trainer side by side.
+
+        Columns: run, step, group_id, rollout_id, position, sampled_position (from 0, sampled tokens only), token_id,
+        logprob, trainer_logprob, delta, weight_version.
+        """
+        paths = [*self._parts("rows"), *self._parts("train")]
+        return self._frame(
+            "logprobs",
+            paths,
+            lambda: sampled_logprobs(self.name, self._read("rows"), self._read("train")),
+        )
+
+    def receipt(self, rollout_id: str) -> RolloutReceipt:
+        """The stored receipt. Raises RunStoreError when there is none (not finalised, or finalised without one)."""
+        for path in sorted((self.path / "receipts").glob("*.jsonl")):
+            for row in frames.read_lines(path):
+                receipt = row.get("receipt", row)
+                if row.get("rollout_id") == rollout_id and receipt is not None:
+                    return RolloutReceipt.model_validate(receipt)
+        raise RunStoreError(f"No receipt of rollout {rollout_id!r} in {self.path / 'receipts'}; is it finalised?")
+
+    def vocabulary(self) -> Vocabulary:
+        """The bytes behind the run's token ids: its own `vocabulary.json`, else a tokenizer beside its weights."""
+        own = self.path / "vocabulary.json"
+        published = sorted(self.path.glob("weights/*/tokenizer.json"), key=lambda p: p.stat().st_mtime)
+        for path in [own, *reversed(published)]:
+            if path.exists():
+                return self._cached(f"vocabulary {path}", [path], lambda path=path: load_vocabulary(path))
+        raise RunStoreError(
+            f"{self.path} has neither vocabulary.json nor weights/*/tokenizer.json; pass a vocabulary: "
+            "workbench.runs.load_vocabulary(MODEL/tokenizer.json)"
+        )
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """What the campaign last said of itself; `{}` before it has said anything."""
+        try:
+            return orjson.loads((self.path / "status.json").read_bytes())
+        except (FileNotFoundError, orjson.JSONDecodeError):
+            return {}
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """The recipe as the run stored it; `{}` where it stored none."""
+        import yaml
+
+        try:
+            return yaml.safe_load((self.path / "recipe.yaml").read_text()) or {}
+        except FileNotFoundError:
+            return {}
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def _state(self, status: dict[str, Any]) -> tuple[str, str | None]:
+        state = _STATES.get(str(status.get("status")), "running")
+        if state == "running" and not self._is_being_written():
+            return "interrupted", status.get("error") or "the process that wrote this run is gone"
+        return state, status.get("error")
+
+    def _is_being_written(self) -> bool:
+        """Whether a writer holds its lock on the events file."""
+        try:
+            with (self.path / "events.jsonl").open("rb") as handle:
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return False
+
+    def _build_steps(self) -> pl.DataFrame:
+        return frames.frame_of("steps", [{"run": self.name, **row} for row in self._lines("steps")])
+
+    def _build_groups(self) -> pl.DataFrame:
+        return frames.frame_of("groups", [{"run": self.name, **row} for row in self._lines("groups")])
+
+    def _build_rollouts(self) -> pl.DataFrame:
+        step_of = {row["group_id"]: row.get("step") for row in self._lines("groups")}
+        stored = self._read("rows", frames.scalar_columns("rollouts"))
+        rows = [
+            {**row, "run": self.name, "step": step_of.get(row["group_id"]), "verified": row["sample_mask"] == 1}
+            for row in stored.sort("group_id", "index").to_dicts()
+        ]
+        return frames.frame_of("rollouts", rows)
+
+    def _build_calls(self) -> pl.DataFrame:
+        stored: dict[str, dict[str, dict[str, Any]]] = {}
+        for row in self._read("calls", frames.scalar_columns("calls")).to_dicts():
+            stored.setdefault(row["rollout_id"], {})[row["model_call_id"]] = row
+        group_of = self._groups_of_rollouts()
+        recorded = {rollout_of(path): ledger_rows(path) for path in ledger_files(self.path / "ledger")}
+        rows: list[dict[str, Any]] = []
+        for rollout_id in sorted(recorded.keys() | stored.keys()):
+            rows.extend(self._calls_of(rollout_id, recorded.get(rollout_id, []), stored.get(rollout_id, {}), group_of))
+        return frames.frame_of("calls", rows)
+
+    def _calls_of(
+        self,
+        rollout_id: str,
+        recorded: list[dict[str, Any]],
+        stored: dict[str, dict[str, Any]],
+        group_of: dict[str, str],
+    ) -> list[dict[str, Any]]:
+        """Ledger rows with what the finalizer stored about them; stored rows that no ledger row names come last."""
+        calls = [{**row, **_known(stored.get(row["model_call_id"], {}))} for row in recorded]
+        named = {row["model_call_id"] for row in recorded}
+        late = sorted((row for call_id, row in stored.items() if call_id not in named), key=_manifest_order)
+        calls += [{**row, "order": len(calls) + i} for i, row in enumerate(late, start=1)]
+        on_chain = {call["model_call_id"] for call in calls if call.get("on_chain")}
+        for call, word in zip(calls, relate(calls, on_chain), strict=True):
+            call |= {"run": self.name, "relation": word}
+            call["group_id"] = call.get("group_id") or group_of.get(rollout_id)
+        return calls
+
+    def _groups_of_rollouts(self) -> dict[str, str]:
+        return {
+            rollout_id: event["group_id"]
+            for event in self._lines("events")
+            if event.get("kind") == "group_started"
+            for rollout_id in event.get("rollout_ids", ())
+        }
+
+    def _row(self, table: str, rollout_id: str) -> dict[str, Any] | None:
+        found = self._table(table, rollout_id)
+        return found.row(found.height - 1, named=True) if found.height else None
+
+    def _table(self, table: str, rollout_id: str) -> pl.DataFrame:
+        """The stored rows of one rollout, arrays included; only the parts that can hold it are read."""
+        own = [path for path in self._parts(table) if table != "train" and f".{path.stem}." in f".{rollout_id}."]
+        for paths in ([own] if own else []) + [self._parts(table)]:
+            found = frames.read_parts(table, paths).filter(pl.col("rollout_id") == rollout_id)
+            if found.height:
+                return found
+        return frames.read_parts(table, [])
+
+    def _unknown(self, rollout_id: str) -> RunStoreError:
+        known = self.rollouts["rollout_id"].to_list()
+        some = f"for instance {', '.join(known[:3])}" if known else "none yet"
+        return RunStoreError(f"Run {self.name} has no rollout {rollout_id!r}; it has {len(known)}, {some}")
+
+    def _parts(self, table: str) -> list[Path]:
+        return sorted((self.path / table).glob("*.parquet"))
+
+    def _read(self, table: str, columns: list[str] | None = None) -> pl.DataFrame:
+        return frames.read_parts(table, self._parts(table), columns)
+
+    def _lines(self, name: str) -> list[dict[str, Any]]:
+        path = self.path / f"{name}.jsonl"
+        return self._cached(f"lines {name}", [path], lambda: frames.read_lines(path))
+
+    def _frame(self, name: str, paths: list[Path], build: Callable[[], pl.DataFrame]) -> pl.DataFrame:
+        return self._cached(name, paths, build)
+
+    def _cached(self, name: str, paths: list[Path], build: Callable[[], Any]) -> Any:
+        """What `build` gives, kept until a file it was built from changes."""
+        signature = [_signature(path) for path in paths]
+        held = self._cache.get(name)
+        if held is None or held[0] != signature:
+            held = (signature, build())
+            self._cache[name] = held
+        return held[1]
+
+
+def _known(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def _manifest_order(row: dict[str, Any]) -> int:
+    return row["manifest_index"] if row["manifest_index"] is not None else 2**31
+
+
+def _signature(path: Path) -> tuple[str, int, int] | None:
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    return str(path), stat.st_mtime_ns, stat.st_size
+
+
+def docs() -> str:
+    """The columns of every frame as Markdown, rendered from their declarations."""
+    parts = []
+    for table in ("campaigns", "steps", "groups", "rollouts", "calls"):
+        added = "\n".join(f"| `{c.name}` | {c.dtype} | {c.unit} | {c.meaning} |" for c in frames.ADDED.get(table, ()))
+        parts.append(f"### {table}\n\n{schema.docs_table(table)}\n{added}")
+    return "\n\n".join(parts)

@@ -1,0 +1,126 @@
+"""Batch: rows of unequal length become padded micro-batches, and a model's log-probs of exactly the sampled tokens.
+
+    micro_batches(rows, max_tokens) -> MicroBatch(ids (B, T), loss_mask (B, T), ...)
+    token_logprobs(model, micro, temperature) -> (B, T) float32, 0 where the mask is 0
+
+Rows are sorted by length so that padding is small, and rows without a sampled token are never run. Log-probs belong to
+the token they are about: position t is log p(token t | tokens before t), from the hidden state at t - 1; position 0 has
+none. Only hidden states that some sampled token needs reach the `lm_head`: logits are (K, V), never (B, T, V).
+Padding is on the right, where causal attention cannot see it from any real token; so no attention mask is passed.
+Shape legend: B rows, T tokens, K sampled tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from workbench.errors import TrainerError
+from workbench.train.rows import TrainRow
+
+HEAD_CHUNK = 1024
+"""Tokens whose logits exist at once: 1024 x 49152 float32 are 200 MB. More are recomputed in the backward pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Rows for one forward pass. `positions` (B,): where each stands in the whole batch; `lengths` (B,)."""
+
+    positions: list[int]
+    lengths: list[int]
+    ids: torch.Tensor  # (B, T) int64, 0 where padded
+    loss_mask: torch.Tensor  # (B, T) bool
+    old_logprobs: torch.Tensor  # (B, T) float32, the sampler's; 0 where the mask is 0
+
+    @property
+    def padding(self) -> int:
+        """Padded tokens that are run for nothing."""
+        return self.ids.numel() - sum(self.lengths)
+
+
+def micro_batches(rows: Sequence[TrainRow], max_tokens: int) -> list[MicroBatch]:
+    """Rows that have a token in the loss, longest first, in micro-batches of at most `max_tokens` padded tokens.
+
+    A row longer than `max_tokens` gets a micro-batch of its own. What comes after a row's last sampled token is cut.
+    """
+    lengths = {place: int(row.loss_mask.nonzero()[0][-1]) + 1 for place, row in enumerate(rows) if row.loss_mask.any()}
+    queue = sorted(lengths, key=lambda place: (-lengths[place], place))
+    out: list[MicroBatch] = []
+    while queue:
+        size = max(1, max_tokens // lengths[queue[0]])
+        out.append(_pad(rows, queue[:size], [lengths[place] for place in queue[:size]]))
+        queue = queue[size:]
+    return out
+
+
+def _pad(rows: Sequence[TrainRow], positions: list[int], lengths: list[int]) -> MicroBatch:
+    shape = (len(positions), max(lengths))
+    ids, old = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
+    mask = torch.zeros(shape, dtype=torch.bool)
+    for b, (place, T) in enumerate(zip(positions, lengths, strict=True)):
+        ids[b, :T] = torch.from_numpy(rows[place].token_ids[:T].copy())
+        mask[b, :T] = torch.from_numpy(rows[place].loss_mask[:T].copy())
+        old[b, :T] = torch.from_numpy(rows[place].logprobs[:T].copy())
+    return MicroBatch(positions, lengths, ids, mask, old.masked_fill(~mask, 0.0))
+
+
+def token_logprobs(
+    model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0
+) -> torch.Tensor:
+    """Log-probs (B, T) float32 of the tokens where `mask` (B, T) is true; exactly 0 elsewhere.
+
+    `model` is a causal language model of transformers; `temperature` divides the logits, as the sampler's did. The head
+    runs in float32 whatever the model's dtype: a bfloat16 logit of 20 is only good to 0.06.
+    """
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (B, T, D)
+    needed = mask[:, 1:]  # (B, T-1): the state at t is about token t + 1
+    hidden_K, target_K = hidden[:, :-1][needed], ids[:, 1:][needed]  # (K, D), (K,)
+    weight = model.get_output_embeddings().weight.float()  # (V, D)
+
+    def head(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = states.float() @ weight.t()  # (K, V)
+        if temperature != 1.0:
+            logits = logits / temperature
+        return -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
+
+    parts = list(zip(hidden_K.split(HEAD_CHUNK), target_K.split(HEAD_CHUNK), strict=True))
+    if len(parts) > 1 and torch.is_grad_enabled():
+        values_K = torch.cat([checkpoint(head, *part, use_reentrant=False) for part in parts])
+    else:
+        values_K = torch.cat([head(*part) for part in parts]) if parts else hidden_K.new_zeros(0).float()
+    out = torch.zeros(mask.shape)
+    return out.masked_scatter(mask & _not_first(mask), values_K)  # row-major on both sides, so in the same order
+
+
+def check_head(model: torch.nn.Module) -> None:
+    """Raise TrainerError for a model whose logits are more than `lm_head` times the last hidden state."""
+    head, config = model.get_output_embeddings(), model.config
+    extra = [
+        name for name in ("final_logit_softcapping", "logit_scale", "logits_scaling") if getattr(config, name, None)
+    ]
+    if getattr(head, "bias", None) is not None:
+        extra.append("lm_head.bias")
+    if extra:
+        raise TrainerError(
+            f"{type(model).__name__} changes its logits after lm_head ({', '.join(extra)}), which the trainer does not "
+            f"do; its log-probs would silently differ from the sampler's."
+        )
+
+
+def _not_first(mask: torch.Tensor) -> torch.Tensor:
+    keep = torch.ones_like(mask)
+    keep[:, 0] = False
+    return keep
+
+
+@torch.no_grad()
+def score(model: torch.nn.Module, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+    """Log-prob of every token after the first, at temperature 1, one list a row."""
+    out = []
+    for row in token_ids:
+        ids = torch.tensor([list(row)], dtype=torch.int64)
+        out.append(token_logprobs(model, ids, torch.ones_like(ids, dtype=torch.bool))[0, 1:].tolist())
+    return out
