@@ -28,7 +28,7 @@ from workbench.config import Recipe
 from workbench.errors import DeadlineExceeded, SetupError, WorkbenchError
 from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, pool_metrics
 from workbench.runs.writer import RunWriter
-from workbench.train.buffer import ReplayBuffer
+from workbench.train.buffer import Entry, ReplayBuffer
 from workbench.wire import check_rollout_id
 
 
@@ -92,7 +92,6 @@ class Campaign:
         self._finalizer_turn = 0
         self._last_progress = time.monotonic()
         self._in_flight: dict[str, str] = {}
-        self._step_groups: dict[int, list[FinalizedGroup]] = {}
         self._rejections: Counter[str] = Counter()
         self._sampling_slots = asyncio.Semaphore(recipe.rollouts.max_inflight_groups)
         self._loop_lag_s: list[float] = []
@@ -129,8 +128,12 @@ class Campaign:
             await self._player.close()
         lag_p99 = float(np.quantile(self._loop_lag_s, 0.99)) if self._loop_lag_s else None
         self.writer.event(
-            "finished", steps=recipe.train.steps, weight_version=self.version, groups_replaced=self._replaced,
-            rejections=dict(self._rejections), loop_lag_p99_s=lag_p99,
+            "finished",
+            steps=recipe.train.steps,
+            weight_version=self.version,
+            groups_replaced=self._replaced,
+            rejections=dict(self._rejections),
+            loop_lag_p99_s=lag_p99,
         )
         return CampaignResult(self.fleet.run_dir, recipe.train.steps, self.version, self._replaced)
 
@@ -198,15 +201,22 @@ class Campaign:
         for row in group.rows:
             if row.cause is not None:
                 self._rejections[row.cause] += 1
-                self.writer.event("rollout_rejected", step=step, group_id=group_id, rollout_id=row.rollout_id,
-                                  cause=row.cause, detail=row.detail, call_id=row.call_id, position=row.position)
-        self.writer.group({"step": step, "sampling_s": sampled_s, "task_id": task.task_id, **group.store_record()})
-        self._step_groups.setdefault(step, []).append(group)
+                self.writer.event(
+                    "rollout_rejected",
+                    step=step,
+                    group_id=group_id,
+                    rollout_id=row.rollout_id,
+                    cause=row.cause,
+                    detail=row.detail,
+                    call_id=row.call_id,
+                    position=row.position,
+                )
+        self.writer.group({"step": step, "sampling_s": sampled_s, **group.store_record()})
         self._progress()
         async with self._group_ready:
             versions = [row.weight_version_min for row in group.rows if row.weight_version_min is not None]
             self._buffer.commit_finalized(
-                group_id, group.train_keys, weight_version=min(versions, default=version_at_start)
+                group_id, group.train_keys, weight_version=min(versions, default=version_at_start), payload=group
             )
             self._group_ready.notify_all()
         return True
@@ -218,9 +228,7 @@ class Campaign:
         for step in range(1, train.steps + 1):
             waited_from = time.monotonic()
             self.writer.status(phase="sampling", step=step, steps=train.steps)
-            async with self._group_ready:
-                await self._group_ready.wait_for(lambda: self._ready_for(step))
-                taken = self._buffer.take(train.groups_per_step, current_version=self.version)
+            taken = await self._take_groups()
             waited_s = time.monotonic() - waited_from
             keys = [key for group in taken for key in group.train_keys]
             self.writer.status(phase="training", step=step)
@@ -233,24 +241,34 @@ class Campaign:
             trained_s = time.monotonic() - began
             self._progress()
             synced = await self._sync_weights(step)
-            self._record_step(step, trained, synced, waited_s=waited_s, trained_s=trained_s)
+            self._record_step(step, taken, trained, synced, waited_s=waited_s, trained_s=trained_s)
 
-    def _ready_for(self, step: int) -> bool:
-        return len(self._step_groups.get(step, ())) >= self.recipe.train.groups_per_step
+    async def _take_groups(self) -> list[Entry]:
+        """Wait for the next `groups_per_step` finalised groups, in the order in which they were started."""
+        async with self._group_ready:
+            while not (taken := self._buffer.take(self.recipe.train.groups_per_step, current_version=self.version)):
+                await self._group_ready.wait()
+        return taken
 
     async def _sync_weights(self, step: int) -> dict[str, Any]:
         """Publish the weights of `step`, load them into the worker, prove agreement, and only then admit calls."""
         timeout_s = self.recipe.train.sync_timeout_s
         self.writer.status(phase="weight sync", step=step)
         began = time.monotonic()
-        path = await within(self.fleet.trainer.publish.remote(step), timeout_s, "the trainer", f"publishing step {step}")
+        path = await within(
+            self.fleet.trainer.publish.remote(step), timeout_s, "the trainer", f"publishing step {step}"
+        )
         published = time.monotonic()
         timings = await within(
             self.fleet.worker.update_weights.remote(path, step), timeout_s, "the policy worker", f"loading step {step}"
         )
         loaded = time.monotonic()
         proof = await prove_weights(
-            self.fleet.worker, self.fleet.trainer, self._proof_ids, version=step, timeout_s=timeout_s,
+            self.fleet.worker,
+            self.fleet.trainer,
+            self._proof_ids,
+            version=step,
+            timeout_s=timeout_s,
             max_mean_abs_delta=self.recipe.proof.max_mean_abs_delta,
         )
         async with self._version_changed:
@@ -260,25 +278,36 @@ class Campaign:
         return {
             "publish_s": published - began,
             "load_s": loaded - published,
-            "proof_s": time.monotonic() - loaded,
+            "sync_s": time.monotonic() - published,
             "proof_mean_abs_delta": proof.mean_abs_delta,
             "proof_max_abs_delta": proof.max_abs_delta,
             "worker_timings_s": timings,
         }
 
     def _record_step(
-        self, step: int, trained: dict[str, Any], synced: dict[str, Any], *, waited_s: float, trained_s: float
+        self,
+        step: int,
+        taken: list[Entry],
+        trained: dict[str, Any],
+        synced: dict[str, Any],
+        *,
+        waited_s: float,
+        trained_s: float,
     ) -> None:
-        groups = self._step_groups.pop(step)
-        pooled = pool_metrics(groups)
+        pooled = pool_metrics([entry.payload for entry in taken])
+        times = {"rollout_s": waited_s, "train_s": trained_s}
+        staleness = {"staleness_max": step - 1 - min(entry.weight_version for entry in taken)}
         self.writer.step(
-            {"step": step, "weight_version": self.version, **pooled, **trained, **synced,
-             "wait_s": waited_s, "train_s": trained_s}
+            {"step": step, "weight_version": self.version, **pooled, **trained, **synced, **times, **staleness}
         )
         self.writer.status(
-            phase="step done", step=step, weight_version=self.version,
-            token_in_rate=pooled.get("token_in_rate"), token_in_rate_after_roots=pooled.get("token_in_rate_after_roots"),
-            reward_mean=trained.get("reward_mean"), rejected=sum(self._rejections.values()),
+            phase="step done",
+            step=step,
+            weight_version=self.version,
+            token_in_rate=pooled["token_in_rate"],
+            token_in_rate_after_roots=pooled["token_in_rate_after_roots"],
+            reward_mean=trained["reward_mean"],
+            rejected=sum(self._rejections.values()),
         )
 
     # -- waiting -----------------------------------------------------------------------------------------------
@@ -295,6 +324,7 @@ class Campaign:
         limit_s = self.recipe.rollouts.stall_timeout_s
         while True:
             await asyncio.sleep(min(1.0, limit_s / 4))
+            self.fleet.gateway.check()
             if time.monotonic() - self._last_progress > limit_s:
                 in_flight = ", ".join(f"{what} ({doing})" for what, doing in sorted(self._in_flight.items()))
                 raise DeadlineExceeded(

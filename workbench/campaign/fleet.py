@@ -10,6 +10,7 @@ Not here: what the parts are used for (controller).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import shutil
@@ -31,6 +32,7 @@ T = TypeVar("T")
 CONTROL_TOKEN = "WORKBENCH_CONTROL_TOKEN"
 WORKER_TOKEN = "WORKBENCH_WORKER_TOKEN"
 STOP_TIMEOUT_S = 20.0
+WORKER_CONCURRENCY = 64
 
 
 async def within(awaitable: Awaitable[T], timeout_s: float, component: str, doing: str) -> T:
@@ -130,7 +132,7 @@ class Fleet:
     async def _start_ray(self) -> None:
         import ray
 
-        recipe = self.recipe
+        recipe, plane = self.recipe, self.recipe.data_plane
         if ray.is_initialized():
             raise SetupError("Ray is already running in this process. Next: ray.shutdown(), or start a new kernel.")
         # Socket paths under Ray's temporary directory must stay below 107 bytes, whatever TMPDIR is here.
@@ -140,7 +142,12 @@ class Fleet:
             options: dict[str, Any] = {
                 "log_to_driver": False,
                 "include_dashboard": False,
-                "runtime_env": {"env_vars": {WORKER_TOKEN: os.environ[WORKER_TOKEN]}},
+                "runtime_env": {
+                    "env_vars": {
+                        WORKER_TOKEN: os.environ[WORKER_TOKEN],
+                        **dataplane.environment(plane.send_recv_timeout_s, plane.max_attempts),
+                    }
+                },
             }
             if recipe.ray.address == "local":
                 options |= {"address": "local", "num_cpus": recipe.ray.num_cpus, "_temp_dir": temp_dir}
@@ -176,58 +183,48 @@ class Fleet:
         )
 
     async def _start_actors(self, model_path: Path) -> None:
-        import ray
 
-        from workbench.capture.worker import PolicyWorker, WorkerConfig
+        from workbench.capture.worker import PolicyWorker
         from workbench.finalizer.actor import FinalizerActor
         from workbench.train.trainer import TrainerActor
 
         recipe = self.recipe
         deadline_s = recipe.engine.start_timeout_s
-        config = WorkerConfig(
-            model_path=str(model_path),
-            dtype=recipe.model.dtype,
-            max_model_len=recipe.model.max_model_len,
-            max_num_seqs=recipe.engine.max_num_seqs,
-            kv_cache_gib=recipe.engine.kv_cache_gib,
-            threads=recipe.engine.threads,
-            port=recipe.engine.port,
-            sampling=recipe.sampling.model_dump(),
-            sink_timeout_s=recipe.token_capture.sink_timeout_s,
-            cache_bytes=recipe.token_capture.cache_bytes,
-            capture_enabled=recipe.token_capture.enabled,
-            seed=recipe.seed,
-            engine=recipe.engine.kind,
-        )
-        self.worker = PolicyWorker.options(num_cpus=1, name="policy-worker").remote(config.model_dump())
-        self._stops.append(("policy worker", self._actor_stop(self.worker, "stop")))
-        self.trainer = TrainerActor.options(num_cpus=1, name="trainer").remote(
-            {
-                "model_path": str(model_path),
-                "run_dir": str(self.run_dir),
-                "temperature": recipe.sampling.temperature,
-                "publish_dtype": recipe.model.dtype,
-                "seed": recipe.seed,
-                **recipe.train.trainer_config(),
-            }
-        )
-        self._stops.append(("trainer", self._actor_stop(self.trainer, None)))
+        config = {
+            "model_path": str(model_path),
+            "dtype": recipe.model.dtype,
+            "max_model_len": recipe.model.max_model_len,
+            "max_num_seqs": recipe.engine.max_num_seqs,
+            "kv_cache_gib": recipe.engine.kv_cache_gib,
+            "threads": recipe.engine.threads,
+            "port": recipe.engine.port,
+            "sampling": recipe.sampling.model_dump(),
+            "sink_timeout_s": recipe.token_capture.sink_timeout_s,
+            "cache_bytes": recipe.token_capture.cache_bytes,
+            "capture_enabled": recipe.token_capture.enabled,
+            "seed": recipe.seed,
+            "engine": recipe.engine.kind,
+            "script_path": recipe.engine.script_path,
+            "start_timeout_s": deadline_s,
+            "quiet_timeout_s": recipe.train.sync_timeout_s,
+        }
+        self.worker = PolicyWorker.options(num_cpus=1, max_concurrency=WORKER_CONCURRENCY).remote(config)
+        self._stops.append(("policy worker", self._actor_stop(self.worker, graceful="stop")))
+        self.trainer = TrainerActor.options(num_cpus=1).remote(self._trainer_config(model_path))
+        self._stops.append(("trainer", self._actor_stop(self.trainer)))
         self.finalizers = [
-            FinalizerActor.options(num_cpus=1, name=f"finalizer-{number}").remote(
-                str(self.run_dir), str(model_path)
+            FinalizerActor.options(num_cpus=1).remote(
+                str(self.run_dir), str(model_path), deadline_s=recipe.finalizer.timeout_s
             )
-            for number in range(recipe.finalizer.actors)
+            for _ in range(recipe.finalizer.actors)
         ]
-        for number, finalizer in enumerate(self.finalizers):
-            self._stops.append((f"finalizer {number}", self._actor_stop(finalizer, None)))
+        self._stops += [("finalizer", self._actor_stop(actor, graceful="stop")) for actor in self.finalizers]
 
-        self.worker_url = await within(self.worker.start.remote(), deadline_s, "the policy worker", "starting vLLM")
-        await asyncio.gather(
+        self.worker_url, *_ = await asyncio.gather(
+            # The worker ends its own wait at deadline_s, with a better reason than ours.
+            within(self.worker.start.remote(), deadline_s + 30.0, "the policy worker", "starting its engine"),
             within(self.trainer.ready.remote(), deadline_s, "the trainer", "loading the model"),
-            *(
-                within(finalizer.ready.remote(), deadline_s, "a finalizer", "starting")
-                for finalizer in self.finalizers
-            ),
+            *(within(finalizer.ready.remote(), deadline_s, "a finalizer", "starting") for finalizer in self.finalizers),
         )
 
     async def _run_probe(self) -> None:
@@ -264,16 +261,30 @@ class Fleet:
         self.control = ControlClient(gateway.url, os.environ[CONTROL_TOKEN])
         self._stops.append(("control client", self.control.close))
 
-    def _actor_stop(self, actor: Any, graceful: str | None) -> Callable[[], Awaitable[None]]:
+    def _trainer_config(self, model_path: Path) -> dict[str, Any]:
+        recipe = self.recipe
+        train = recipe.train.model_dump(
+            include={
+                "learning_rate", "weight_decay", "max_grad_norm", "micro_batch_tokens", "threads", "dtype",
+                "advantage", "clip_low", "clip_high",
+            }
+        )  # fmt: skip
+        return train | {
+            "model_path": str(model_path),
+            "run_dir": str(self.run_dir),
+            "publish_dtype": recipe.model.dtype,
+            "temperature": recipe.sampling.temperature,
+            "seed": recipe.seed,
+        }
+
+    def _actor_stop(self, actor: Any, graceful: str | None = None) -> Callable[[], Awaitable[None]]:
         async def stop() -> None:
             import ray
 
             if graceful is not None:
-                try:
+                # A part that is already dead, or too stuck to stop itself, is killed below all the same.
+                with contextlib.suppress(Exception):
                     await asyncio.wait_for(_as_coroutine(getattr(actor, graceful).remote()), STOP_TIMEOUT_S / 2)
-                except Exception:
-                    # A part that is already dead, or too stuck to stop itself, is killed below all the same.
-                    pass
             await asyncio.to_thread(ray.kill, actor)
 
         return stop

@@ -39,7 +39,9 @@ class SyncProof:
     max_abs_delta: float
 
 
-def compare(sampler: list[list[float]], trainer: list[list[float]], *, version: int, max_mean_abs_delta: float) -> SyncProof:
+def compare(
+    sampler: list[list[float]], trainer: list[list[float]], *, version: int, max_mean_abs_delta: float
+) -> SyncProof:
     """Compare log-probs (natural log) of the proof prompt, one per token after the first; raises WeightSyncError."""
     ours, theirs = np.concatenate([np.asarray(x) for x in sampler]), np.concatenate([np.asarray(x) for x in trainer])
     if ours.shape != theirs.shape:

@@ -19,9 +19,10 @@ import httpx
 import openai
 
 from workbench.campaign.environments import AgentResult, Environment, Task
+from workbench.errors import LedgerCorrupt
 from workbench.finalizer.group import RolloutOutcome
 from workbench.gateway.client import ControlClient
-from workbench.ledger import assemble_receipt
+from workbench.ledger.receipts import OnNoWitness, assemble_receipt
 from workbench.wire import Cause, RolloutManifest
 
 
@@ -58,7 +59,7 @@ class RolloutPlayer:
         timeout_s: float,
         request_timeout_s: float,
         seed: int,
-        on_no_witness: str = "mask",
+        on_no_witness: OnNoWitness = "mask",
     ) -> None:
         self._gateway_url = gateway_url.rstrip("/")
         self._control = control
@@ -82,7 +83,18 @@ class RolloutPlayer:
         started = time.monotonic()
         result, error = await self._run_agent(plan)
         response = result.response if result is not None else None
-        closed = await self._control.freeze(rollout_id, response=response)
+        try:
+            closed = await self._control.freeze(rollout_id, response=response)
+        except LedgerCorrupt as damage:
+            # Its custody cannot be read any more; the other rollouts of the group are untouched by that.
+            return RolloutOutcome(
+                rollout_id=rollout_id,
+                index=plan.index,
+                task_id=plan.task.task_id,
+                failure=Cause.MISSING_RECEIPT,
+                detail=str(damage),
+                duration_s=time.monotonic() - started,
+            )
         manifest = RolloutManifest.model_validate(closed["manifest"])
         if error is None and result is not None:
             reward = self._environment.reward(plan.task, result)
@@ -102,6 +114,7 @@ class RolloutPlayer:
             index=plan.index,
             task_id=plan.task.task_id,
             receipt=receipt,
+            failures=manifest.failures,
             failure=Cause.ROLLOUT_FAILED if error is not None else None,
             detail=error,
             reward=total,
