@@ -328,7 +328,8 @@ class Campaign:
             if time.monotonic() - self._last_progress > limit_s:
                 in_flight = ", ".join(f"{what} ({doing})" for what, doing in sorted(self._in_flight.items()))
                 raise DeadlineExceeded(
-                    f"nothing has moved for {limit_s:g} s (rollouts.stall_timeout_s); in flight: {in_flight or 'nothing'}."
+                    f"nothing has moved for {limit_s:g} s (rollouts.stall_timeout_s); "
+                    f"in flight: {in_flight or 'nothing'}."
                 )
 
     async def _measure_loop_lag(self) -> None:
