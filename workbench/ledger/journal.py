@@ -3,9 +3,9 @@
     append: flock (exclusive) → read what others added → truncate a torn last line → write one line → fsync → unlock
     read:   only bytes that were not read before; an unfinished last line is left alone
 
-Invariant: a line counts once its newline is on disk, and never changes afterwards. A last line without a newline, or
-one that is no JSON at all, is what a crash in mid-append leaves behind: nobody was told that it exists, so it goes.
-The same fault before other lines is corruption and is reported with file and line.
+Invariant: a line counts once its newline is on disk, and never changes afterwards. A last line without a newline is what
+a crash in mid-append leaves behind: nobody was told that it exists, so it goes. A line that has its newline was whole
+once, and somebody may have been told; when it can't be read, that is corruption, reported with file and line.
 Not here: what a line means (rows), who may append (store).
 """
 
@@ -40,11 +40,12 @@ class Journal:
         self._read_to = 0
         self._lines = 0
         self._seen: tuple[int, int, int] | None = None
+        self._anchor = b""
 
     def refresh(self) -> None:
         """Read the lines that were added since the last time. A missing file has no lines.
 
-        Raises `LedgerCorrupt` for a line that cannot be read and stands before others.
+        Raises `LedgerCorrupt` for a line that has its newline and cannot be read.
         """
         try:
             stat = self.path.stat()
@@ -77,8 +78,7 @@ class Journal:
                 while view:
                     view = view[os.write(fd, view) :]
                 os.fsync(fd)
-                self._take(self._lines + 1, orjson.loads(line))
-                self._read_to += len(line)
+                self._take(self._lines + 1, line)
                 self._seen = self._signature(os.fstat(fd))
 
             yield append
@@ -88,40 +88,41 @@ class Journal:
         signature = self._signature(stat)
         if signature == self._seen:
             return
-        if self._seen is not None and (signature[0] != self._seen[0] or stat.st_size <= self._read_to):
-            # Another file under the name, or the same length written again: what is in memory may be stale.
+        if self._seen is not None and not self._grew_only(fd, stat):
             self._reset()
-        data = os.pread(fd, stat.st_size - self._read_to, self._read_to)
-        while len(data) < stat.st_size - self._read_to:
-            more = os.pread(fd, stat.st_size - self._read_to - len(data), self._read_to + len(data))
-            if not more:
-                break
-            data += more
-        lines = data.split(b"\n")
+        lines = _read_from(fd, self._read_to, stat.st_size).split(b"\n")
         lines.pop()  # what follows the last newline: empty, or a line that was never finished
-        for position, line in enumerate(lines):
-            number = self._lines + 1
-            try:
-                value = orjson.loads(line)
-            except orjson.JSONDecodeError as error:
-                if position == len(lines) - 1:
-                    break
-                raise LedgerCorrupt(
-                    f"{self.path}, line {number}: expected one JSON object a line, got {bytes(line[:60])!r} ({error}); "
-                    "lines follow it, so this is no interrupted write. Next: keep the file, drop this rollout."
-                ) from None
-            self._take(number, value)
-            self._read_to += len(line) + 1
+        for line in lines:
+            self._take(self._lines + 1, line + b"\n")
         self._seen = signature
 
-    def _take(self, number: int, value: Any) -> None:
+    def _grew_only(self, fd: int, stat: os.stat_result) -> bool:
+        """False for another file under the name, or one whose known part was written again."""
+        assert self._seen is not None
+        return (
+            stat.st_ino == self._seen[0]
+            and stat.st_size > self._read_to
+            and os.pread(fd, len(self._anchor), self._read_to - len(self._anchor)) == self._anchor
+        )
+
+    def _take(self, number: int, line: bytes) -> None:
+        try:
+            value = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise LedgerCorrupt(
+                f"{self.path}, line {number}: expected one JSON object, got {line[:60]!r} ({error}); the line is "
+                "complete, so this is no interrupted write. Next: keep the file, drop this rollout."
+            ) from None
         self._on_line(number, value)
         self._lines = number
+        self._read_to += len(line)
+        self._anchor = line[-64:]
 
     def _reset(self) -> None:
         self._read_to = 0
         self._lines = 0
         self._seen = None
+        self._anchor = b""
         self._on_reset()
 
     @contextmanager
@@ -139,6 +140,13 @@ class Journal:
     @staticmethod
     def _signature(stat: os.stat_result) -> tuple[int, int, int]:
         return (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+def _read_from(fd: int, start: int, end: int) -> bytes:
+    data = b""
+    while more := os.pread(fd, end - start - len(data), start + len(data)):
+        data += more
+    return data
 
 
 def encode_line(row: dict[str, Any]) -> bytes:

@@ -85,7 +85,7 @@ class LedgerStore:
     """The custody ledger in `directory` (made where it is missing). Thread-safe, and safe between processes.
 
     Rollout ids are checked before any path is made of them (`WireError`). Every method raises `LedgerCorrupt` for a
-    rollout whose file holds a broken line before others.
+    rollout whose file holds a complete line that cannot be read.
     """
 
     def __init__(self, directory: Path | str) -> None:
@@ -169,13 +169,12 @@ class LedgerStore:
         commit = RolloutCommit.model_validate(commit)
         request_items = commit.request_items if request_items is None else request_items
         response_items = commit.response_items if response_items is None else response_items
-        options = options_digest(prompt_options)
         row = custody_row(
             commit.record,
             commit.staging_chain,
             request_items,
             response_items,
-            {PROMPT_OPTIONS: options, COMPACTION_OF: compaction_of},
+            {PROMPT_OPTIONS: options_digest(prompt_options), COMPACTION_OF: compaction_of},
         )
         if self._append(commit.rollout_id, row, "late_commit"):
             self.note_items(
@@ -185,7 +184,7 @@ class LedgerStore:
                 response_items,
                 parent=commit.record.parent_call_id,
                 dialect=dialect,
-                prompt_options=options,
+                prompt_options=prompt_options,
             )
 
     def record_failure(
@@ -239,7 +238,7 @@ class LedgerStore:
         *,
         parent: str | None,
         dialect: str = "chat",
-        prompt_options: str | None = None,
+        prompt_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Keep digests of a served call's items, so that a later request that departs from it can be diagnosed.
 
@@ -257,7 +256,7 @@ class LedgerStore:
                     parent=parent if known else None,
                     skip=known.context_len if known else 0,
                     dialect=dialect,
-                    prompt_options=prompt_options,
+                    prompt_options=options_digest(prompt_options),
                 ),
             )
 

@@ -1,0 +1,128 @@
+"""A gateway over a scripted policy worker, both serving real HTTP in the test's event loop, once a module.
+
+The worker is the real one (capture core, transport, splice) with a scripted engine and an in-memory sink; tests choose
+their replies by the pattern of their rollout id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import orjson
+import pytest
+import pytest_asyncio
+import uvicorn
+
+from workbench import models
+from workbench.capture.staging import MemorySink
+from workbench.capture.worker import PolicyServer, WorkerConfig
+from workbench.gateway.app import Gateway
+from workbench.gateway.client import ControlClient
+from workbench.gateway.settings import WORKER_TOKEN, GatewaySettings
+
+CONTROL = "control-token-of-the-tests"
+WORKER = "worker-token-of-the-tests"
+WINDOW = 512
+
+SCRIPT = [
+    {"text": "first"},
+    {"text": "second"},
+    {"text": "third"},
+    {"rollout": "nan.*", "text": "not a number", "fault": "nan_logprob", "at": 1},
+    {"rollout": "slow.*", "text": "this takes its time to come out", "delay_s": 0.6},
+]
+
+
+@dataclass
+class Stack:
+    """One gateway and what stands behind it."""
+
+    url: str
+    gateway: Gateway
+    worker: PolicyServer
+    sink: MemorySink
+    control: ControlClient
+    http: httpx.AsyncClient
+
+    def agent(self, rollout_id: str) -> openai.AsyncOpenAI:
+        return self.client(f"/ng-rollout/{rollout_id}/v1")
+
+    def client(self, path: str) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.url + path, api_key="unused", max_retries=0, http_client=self.http)
+
+
+class Quiet(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Any:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def listening(app: Any) -> AsyncIterator[str]:
+    """Serve an ASGI app on a free port."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = Quiet(uvicorn.Config(app, log_level="error", lifespan="off", log_config=None))
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    await until(lambda: server.started, "the server listens")
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+@contextlib.asynccontextmanager
+async def gateway_over(worker_url: str, ledger: Path, **settings: Any) -> AsyncIterator[tuple[str, Gateway]]:
+    gateway = Gateway(GatewaySettings(ledger_dir=str(ledger), worker_url=worker_url, **settings), CONTROL, WORKER)
+    async with listening(gateway.app()) as url:
+        try:
+            yield url, gateway
+        finally:
+            await gateway.close()
+
+
+async def until(condition: Callable[[], Any], what: str, timeout_s: float = 10.0) -> None:
+    """Wait for a condition, with a deadline."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        await asyncio.sleep(0.005)
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    folder = tmp_path_factory.mktemp("stack")
+    script = folder / "script.jsonl"
+    script.write_bytes(b"\n".join(map(orjson.dumps, SCRIPT)))
+    sampling = {"temperature": 1.0, "max_tokens": 64}
+    config = WorkerConfig(
+        model_path=str(models.build("tiny")),
+        engine="scripted",
+        script_path=str(script),
+        max_model_len=WINDOW,
+        sampling=sampling,
+    )
+    sink = MemorySink()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(WORKER_TOKEN, WORKER)
+        worker = PolicyServer(config, sink, sink)
+    worker_url = await worker.start()
+    async with (
+        gateway_over(worker_url, folder / "ledger", sampling=sampling, max_body_bytes=64 * 1024) as (
+            url,
+            gateway,
+        ),
+        ControlClient(url, CONTROL) as control,
+        httpx.AsyncClient(timeout=30.0) as http,
+    ):
+        yield Stack(url, gateway, worker, sink, control, http)
+    await worker.stop()

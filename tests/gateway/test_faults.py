@@ -1,0 +1,212 @@
+"""What becomes of a call when the worker breaks in every way that HTTP allows: a row, a reason, an answer in time."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from conftest import gateway_over, listening
+from workbench.wire import CaptureAdmission, hash_token_ids, staging_key
+
+ASK = {"model": "policy", "messages": [{"role": "user", "content": "say something"}]}
+ANSWER = {
+    "id": "chatcmpl-1",
+    "object": "chat.completion",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "yes"}, "finish_reason": "stop"}],
+}
+DIGEST = hash_token_ids([1, 2, 3])
+
+
+class Worker:
+    """A worker that answers as it is told. `coords` makes the acknowledgement from the admission that came."""
+
+    def __init__(self, answer: Callable[[], Response], coords: Callable[[CaptureAdmission], Any] | None = None) -> None:
+        self._answer = answer
+        self._coords = coords
+        self.admissions: dict[str, CaptureAdmission] = {}
+        self.headers: dict[str, str] = {}
+        self.app = Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._complete, methods=["POST"]),
+                Route("/workbench/capture/{call}", self._acknowledge),
+            ]
+        )
+
+    async def _complete(self, request: Request) -> Response:
+        self.headers = dict(request.headers)
+        admission = CaptureAdmission.from_header(request.headers["x-workbench-admission"])
+        self.admissions[admission.model_call_id] = admission
+        return self._answer()
+
+    async def _acknowledge(self, request: Request) -> Response:
+        admission = self.admissions[request.path_params["call"]]
+        if self._coords is None:
+            return Response(status_code=404)
+        return JSONResponse({"coords": self._coords(admission), "failure": None})
+
+
+def staged(admission: CaptureAdmission, **changed: Any) -> dict[str, Any]:
+    return {
+        "rollout_id": admission.rollout_id,
+        "model_call_id": admission.model_call_id,
+        "parent_call_id": admission.parent_call_id,
+        "prev_len": admission.prev_len,
+        "delta_len": 3,
+        "cum_len": admission.prev_len + 3,
+        "weight_version": 0,
+        "disposition": "staged",
+        "digest": DIGEST,
+        "extras_digest": DIGEST,
+        "staging_key": staging_key(admission.rollout_id, admission.model_call_id),
+        "chain_hash": DIGEST,
+        "cumulative_hash": DIGEST,
+    } | changed
+
+
+def chunk(content: str | None = None, finish: str | None = None) -> bytes:
+    choice = {"index": 0, "delta": {"content": content} if content else {}, "finish_reason": finish}
+    return b"data: " + orjson.dumps({"id": "chatcmpl-1", "choices": [choice]}) + b"\n\n"
+
+
+def stream_of(*frames: bytes, breaks: bool = False) -> Callable[[], Response]:
+    async def body() -> AsyncIterator[bytes]:
+        for frame in frames:
+            yield frame
+        if breaks:
+            raise RuntimeError("the worker dies here")
+
+    return lambda: StreamingResponse(body(), media_type="text/event-stream")
+
+
+@contextlib.asynccontextmanager
+async def asking(worker: Worker, tmp_path: Path, **settings: Any) -> AsyncIterator[tuple[Any, Any]]:
+    async with (
+        listening(worker.app) as worker_url,
+        gateway_over(worker_url, tmp_path, **{"coords_timeout_s": 1.0, **settings}) as (url, gateway),
+        httpx.AsyncClient(timeout=20.0) as http,
+    ):
+
+        async def ask(**body: Any) -> httpx.Response:
+            return await http.post(f"{url}/ng-rollout/r/v1/chat/completions", json=ASK | body)
+
+        yield ask, gateway.custodian.store
+
+
+@pytest.mark.parametrize(
+    ("coords", "reason"),
+    [
+        (None, "worker_response_missing_commit_coordinates"),
+        (lambda a: None, "worker_response_missing_commit_coordinates"),
+        (lambda a: staged(a, rollout_id="other"), "invalid_worker_commit_coordinates"),
+        (lambda a: staged(a, model_call_id="other"), "invalid_worker_commit_coordinates"),
+        (lambda a: staged(a, prev_len=4, cum_len=7, parent_call_id="x"), "invalid_worker_commit_coordinates"),
+        (lambda a: staged(a, cum_len=9), "invalid_worker_commit_coordinates"),
+        (lambda a: staged(a, staging_key="r/other"), "invalid_worker_commit_coordinates"),
+        (lambda a: staged(a, digest="abc"), "invalid_worker_commit_coordinates"),
+        (lambda a: "nonsense", "invalid_worker_commit_coordinates"),
+        (lambda a: staged(a, chain_hash=None), "ledger_row_missing_chain_hash"),
+    ],
+)
+async def test_an_acknowledgement_that_does_not_fit_gives_no_row(coords: Any, reason: str, tmp_path: Path) -> None:
+    worker = Worker(lambda: JSONResponse(ANSWER), coords)
+    async with asking(worker, tmp_path) as (ask, store):
+        answer = await ask()
+        assert (answer.status_code, answer.json()) == (200, ANSWER)
+        manifest = store.manifest("r")
+    assert manifest.records == []
+    assert [failure.reason for failure in manifest.failures] == [reason]
+
+
+async def test_a_served_object_without_an_id_gives_no_row(tmp_path: Path) -> None:
+    worker = Worker(lambda: JSONResponse({**ANSWER, "id": ""}), staged)
+    async with asking(worker, tmp_path) as (ask, store):
+        assert (await ask()).status_code == 200
+        assert [failure.reason for failure in store.manifest("r").failures] == ["ledger_row_missing_response_id"]
+
+
+async def test_an_agents_request_id_is_not_forwarded(tmp_path: Path) -> None:
+    worker = Worker(lambda: JSONResponse(ANSWER), staged)
+    async with (
+        listening(worker.app) as worker_url,
+        gateway_over(worker_url, tmp_path) as (url, gateway),
+        httpx.AsyncClient(headers={"x-request-id": "chosen-by-the-agent", "x-other": "1"}) as http,
+    ):
+        await http.post(f"{url}/ng-rollout/r/v1/chat/completions", json=ASK)
+        (record,) = gateway.custodian.store.manifest("r").records
+    assert worker.headers["x-request-id"] == record.model_call_id
+    assert "x-other" not in worker.headers
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (stream_of(chunk("ye"), chunk("s")), "worker_capture_failed"),
+        (stream_of(chunk("ye"), breaks=True), "worker_capture_failed"),
+        (stream_of(chunk("ye"), b'data: {"error": {"message": "boom"}}\n\n'), "worker_capture_failed"),
+        (stream_of(), "request_finished_without_staged_coordinates"),
+        (stream_of(b'data: {"error": {"message": "boom"}}\n\n'), "request_finished_without_staged_coordinates"),
+        (stream_of(chunk(None, "stop")[:-2]), "request_finished_without_staged_coordinates"),
+    ],
+)
+async def test_a_broken_stream_poisons_only_after_content_left(
+    answer: Callable[[], Response], reason: str, tmp_path: Path
+) -> None:
+    async with asking(Worker(answer, staged), tmp_path) as (ask, store):
+        told = await ask(stream=True)
+        manifest = store.manifest("r")
+    assert [failure.reason for failure in manifest.failures] == [reason]
+    assert told.status_code == (200 if reason == "worker_capture_failed" else 502)
+    assert '"error"' in told.text, "the agent must see that the response did not end well"
+
+
+async def test_a_worker_that_hangs_is_given_up_at_the_deadline(tmp_path: Path) -> None:
+    async def forever() -> AsyncIterator[bytes]:
+        yield chunk("ye")
+        import asyncio
+
+        await asyncio.Event().wait()
+
+    worker = Worker(lambda: StreamingResponse(forever(), media_type="text/event-stream"), staged)
+    async with asking(worker, tmp_path, request_timeout_s=0.3) as (ask, store):
+        told = await ask(stream=True)
+        assert "worker_timeout" in told.text
+        assert [failure.reason for failure in store.manifest("r").failures] == ["worker_capture_failed"]
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 500, 503])
+async def test_a_worker_that_refuses_gives_a_harmless_row(status: int, tmp_path: Path) -> None:
+    worker = Worker(lambda: JSONResponse({"error": {"message": "no"}}, status))
+    async with asking(worker, tmp_path) as (ask, store):
+        told = await ask()
+        assert (told.status_code, told.json()["error"]["message"]) == (status, "no")
+        (failure,) = store.manifest("r").failures
+        assert failure.reason == "request_finished_without_staged_coordinates"
+
+
+async def test_a_dead_worker_is_told_at_once(tmp_path: Path) -> None:
+    async with gateway_over("http://127.0.0.1:9", tmp_path) as (url, gateway), httpx.AsyncClient() as http:
+        told = await http.post(f"{url}/ng-rollout/r/v1/chat/completions", json=ASK)
+        assert (told.status_code, told.json()["error"]["code"]) == (502, "worker_unreachable")
+        (failure,) = gateway.custodian.store.manifest("r").failures
+        assert failure.reason == "request_finished_without_staged_coordinates"
+
+
+async def test_a_damaged_ledger_stops_its_rollout_and_no_other(tmp_path: Path) -> None:
+    async with asking(Worker(lambda: JSONResponse(ANSWER), staged), tmp_path) as (ask, store):
+        assert (await ask()).status_code == 200
+        path = tmp_path / "r.lineage.jsonl"
+        path.write_bytes(b"{broken\n" + path.read_bytes())
+        told = await ask()
+        assert told.json()["error"]["code"] == "ledger_corrupt"
+        assert f"{path}, line 1" in told.json()["error"]["message"]
+        assert store.manifest("another").records == []

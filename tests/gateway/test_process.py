@@ -1,0 +1,87 @@
+"""The gateway as a process: it starts, refuses to start in one line, and never outlives its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from workbench.errors import ComponentDied, SetupError
+from workbench.gateway.client import ControlClient
+from workbench.gateway.process import GatewayProcess
+from workbench.gateway.settings import CONTROL_TOKEN
+
+SECRET = "never-to-be-seen"
+
+
+def settings(tmp_path: Path, **changed: object) -> dict[str, object]:
+    return {"ledger_dir": str(tmp_path / "ledger"), "worker_url": "http://127.0.0.1:9", **changed}
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def wait_until_gone(pid: int, timeout_s: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not gone(pid):
+        assert time.monotonic() < deadline, f"process {pid} is still there"
+        time.sleep(0.02)
+
+
+async def test_starts_serves_refuses_a_second_on_its_port_and_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CONTROL_TOKEN, SECRET)
+    gateway = GatewayProcess.start(settings(tmp_path))
+    try:
+        async with ControlClient(gateway.url, SECRET) as control:
+            assert (await control.freeze("r"))["manifest"]["records"] == []
+        assert SECRET not in " ".join(psutil.Process(gateway.pid).cmdline())
+        async with httpx.AsyncClient() as http:
+            assert (await http.get(f"{gateway.url}/health")).json()["status"] == "ok"
+        port = int(gateway.url.rsplit(":", 1)[1])
+        with pytest.raises(SetupError, match=rf"cannot listen on 127.0.0.1:{port}.*gateway.port") as refused:
+            GatewayProcess.start(settings(tmp_path, port=port))
+        assert "\n" not in str(refused.value)
+    finally:
+        gateway.stop()
+    assert gone(gateway.pid)
+    with pytest.raises(ComponentDied, match=r"gateway is gone.*freeze of rollout r"):
+        async with ControlClient(gateway.url, SECRET) as control:
+            await control.freeze("r")
+
+
+def test_a_wrong_setting_is_one_line_and_starts_nothing(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match="prot"):
+        GatewayProcess.start(settings(tmp_path, prot=3))
+
+
+def test_without_a_control_token_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CONTROL_TOKEN, raising=False)
+    with pytest.raises(SetupError, match=CONTROL_TOKEN):
+        GatewayProcess.start(settings(tmp_path))
+
+
+def test_it_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from workbench.gateway.process import GatewayProcess\n"
+        f"gateway = GatewayProcess.start({settings(tmp_path)!r})\n"
+        "print(gateway.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, env={**os.environ, CONTROL_TOKEN: SECRET}
+    )
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    wait_until_gone(pid)
