@@ -26,7 +26,8 @@ from workbench.campaign.proof import proof_ids, prove_weights
 from workbench.campaign.rollouts import RolloutPlan, RolloutPlayer
 from workbench.config import Recipe
 from workbench.errors import DeadlineExceeded, SetupError, WorkbenchError
-from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, pool_metrics
+from workbench.finalizer.group import FinalizationRequest, FinalizedGroup
+from workbench.finalizer.metrics import pool_metrics
 from workbench.runs.writer import RunWriter
 from workbench.train.buffer import Entry, ReplayBuffer
 from workbench.wire import check_rollout_id
