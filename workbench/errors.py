@@ -102,6 +102,10 @@ class StagingError(WorkbenchError):
         self.cause = cause
         self.key = key
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Python rebuilds an exception from `args` alone; with keywords it could not come back from a Ray actor.
+        return _rebuild, (type(self), self.args, self.__dict__)
+
 
 class ReceiptRejected(WorkbenchError):
     """A rollout does not verify.
@@ -120,6 +124,9 @@ class ReceiptRejected(WorkbenchError):
         self.call_id = call_id
         self.position = position
         self.detail = detail
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (type(self), self.args, self.__dict__)
 
 
 class FinalizerError(WorkbenchError):
@@ -152,3 +159,10 @@ class ComponentDied(WorkbenchError):
 
 class RunStoreError(WorkbenchError):
     """A stored run is missing, damaged or being written by somebody else."""
+
+
+def _rebuild(kind: type[WorkbenchError], args: tuple[object, ...], state: dict[str, object]) -> WorkbenchError:
+    error = kind.__new__(kind, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error

@@ -101,7 +101,8 @@ async def build_app(engine_client: Any, arguments: Any) -> Any:
 
 async def score(engine: Any, token_ids: list[list[int]]) -> list[list[float]]:
     """Log-prob (nats, temperature 1) of every token after the first of each sequence, by the engine's own weights."""
-    from vllm import SamplingParams, TokensPrompt
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
 
     async def one(ids: list[int]) -> list[float]:
         # The prefix cache would answer for old positions without computing them; log-probs need them computed.
@@ -109,7 +110,7 @@ async def score(engine: Any, token_ids: list[list[int]]) -> list[list[float]]:
             max_tokens=1, temperature=1.0, prompt_logprobs=0, detokenize=False, skip_reading_prefix_cache=True
         )
         last = None
-        async for output in engine.generate(TokensPrompt(prompt_token_ids=ids), params, f"score-{uuid.uuid4().hex}"):
+        async for output in engine.generate(tokens_input(ids), params, f"score-{uuid.uuid4().hex}"):
             last = output
         if last is None or last.prompt_logprobs is None:
             raise CaptureError("The engine returned no prompt log-probs, so its weights cannot be proved.")
@@ -117,6 +118,14 @@ async def score(engine: Any, token_ids: list[list[int]]) -> list[list[float]]:
         return [step[token].logprob for token, step in pairs]
 
     return list(await asyncio.gather(*(one(ids) for ids in token_ids)))
+
+
+def shutdown(engine: Any, timeout_s: float) -> None:
+    """End the engine's processes; blocks until they are gone, at most about `timeout_s` seconds each."""
+    # Otherwise it sees the engine end and reports that as a crash.
+    if engine.output_handler is not None:
+        engine.output_handler.get_loop().call_soon_threadsafe(engine.output_handler.cancel)
+    engine.shutdown(timeout=timeout_s)
 
 
 def stop_token_ids(engine: Any, tokenizer: Any) -> set[int]:

@@ -3,7 +3,7 @@
     append: flock (exclusive) → read what others added → truncate a torn last line → write one line → fsync → unlock
     read:   only bytes that were not read before; an unfinished last line is left alone
 
-Invariant: a line counts once its newline is on disk, and never changes afterwards. A last line without a newline is what
+Invariant: a line counts once its newline is on disk, and never changes afterwards. A last line without one is what
 a crash in mid-append leaves behind: nobody was told that it exists, so it goes. A line that has its newline was whole
 once, and somebody may have been told; when it can't be read, that is corruption, reported with file and line.
 Not here: what a line means (rows), who may append (store).

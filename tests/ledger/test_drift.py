@@ -1,0 +1,168 @@
+"""Every unresolved request says which call it nearly continued, where they part, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from speech import Items, commit, model, tool_call, user
+
+from workbench.ledger import LedgerStore
+from workbench.wire import Cause
+from workbench.wire.fingerprints import request_envelope
+
+R = "run.0.0.0"
+SYSTEM = {"role": "system", "content": "be brief"}
+
+
+def envelope(*names: str) -> Items:
+    item = request_envelope(None, [{"type": "function", "function": {"name": name}} for name in names])
+    return [item] if item else []
+
+
+HISTORIES: dict[str, tuple[Items, Items, Items, Cause, int | None]] = {
+    # what was asked, what was answered, what came next, cause, first differing item
+    "only the answer came back": (
+        [user("q")],
+        [model("<think>R</think>A")],
+        [user("q"), model("A"), user("more")],
+        Cause.TEMPLATE_STRIPPED_REASONING,
+        1,
+    ),
+    "an answer whose thinking began in the prompt": (
+        [user("q")],
+        [model("R</think>\n\nA")],
+        [user("q"), model("A"), user("more")],
+        Cause.TEMPLATE_STRIPPED_REASONING,
+        1,
+    ),
+    "another text": (
+        [user("q")],
+        [model("A")],
+        [user("q"), model("B"), user("more")],
+        Cause.ASSISTANT_TEXT_CHANGED,
+        1,
+    ),
+    "empty arguments as an object": (
+        [user("q")],
+        [model(None, tool_calls=[tool_call("")])],
+        [user("q"), model(None, tool_calls=[tool_call("{}")]), user("more")],
+        Cause.TOOL_CALL_RESERIALISED,
+        1,
+    ),
+    "another tool call id": (
+        [user("q")],
+        [model(None, tool_calls=[tool_call("{}")])],
+        [user("q"), model(None, tool_calls=[tool_call("{}", call_id="t2")]), user("more")],
+        Cause.TOOL_CALL_RESERIALISED,
+        1,
+    ),
+    "a changed argument": (
+        [user("q")],
+        [model(None, tool_calls=[tool_call('{"a":1}')])],
+        [user("q"), model(None, tool_calls=[tool_call('{"a":2}')]), user("more")],
+        Cause.HISTORY_EDITED,
+        1,
+    ),
+    "a dropped tool call": (
+        [user("q")],
+        [model("let me see", tool_calls=[tool_call("{}")])],
+        [user("q"), model("let me see"), user("more")],
+        Cause.TOOL_CALL_DROPPED,
+        1,
+    ),
+    "another question": (
+        [SYSTEM, user("q")],
+        [model("A")],
+        [SYSTEM, user("Q"), model("A"), user("more")],
+        Cause.HISTORY_EDITED,
+        1,
+    ),
+    "another tool list": (
+        [*envelope("a"), user("q")],
+        [model("A")],
+        [*envelope("b"), user("q"), model("A"), user("more")],
+        Cause.TOOLS_CHANGED,
+        0,
+    ),
+    "a tool list where there was none": (
+        [user("q")],
+        [model("A")],
+        [*envelope("b"), user("q"), model("A"), user("more")],
+        Cause.TOOLS_CHANGED,
+        0,
+    ),
+    "a turn that the agent made up": (
+        [user("q")],
+        [model("A")],
+        [user("q"), model("A"), user("more"), model("made up"), user("and")],
+        Cause.UNKNOWN_HISTORY,
+        1 + 1,
+    ),
+    "nothing in common": (
+        [user("q")],
+        [model("A")],
+        [user("x"), model("y"), user("z")],
+        Cause.UNKNOWN_HISTORY,
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_cause_and_first_differing_item(name: str, tmp_path: Path) -> None:
+    asked, answered, came, cause, position = HISTORIES[name]
+    store = LedgerStore(tmp_path)
+    commit(store, R, "c0", asked, answered)
+    drift = store.admit(R, came, "c1").drift
+    assert drift is not None
+    assert (drift.cause, drift.position) == (cause, position), drift.detail
+    assert drift.nearest_call == (None if position is None else "c0")
+    assert [event["cause"] for event in store.events(R)] == [cause.value]
+
+
+def test_a_silent_compaction_names_the_first_differing_item(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    asked: Items = [SYSTEM, user("q0")]
+    record, chain = None, []
+    for number in range(4):
+        record = commit(store, R, f"c{number}", asked, [model(f"a{number}")], parent=record, chain=list(chain))
+        chain.append(record.staging_key)
+        asked = [*asked, model(f"a{number}"), user(f"q{number + 1}")]
+    compacted = [SYSTEM, user("summary: q0, a0, q1, a1"), model("a3"), user("q4")]
+    drift = store.admit(R, compacted, "c9").drift
+    assert drift is not None
+    assert (drift.cause, drift.nearest_call, drift.position) == (Cause.CONTEXT_COMPACTED, "c3", 1)
+
+
+def test_a_child_stores_only_what_it_adds(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    asked: Items = [user("q0")]
+    record = None
+    for number in range(20):
+        record = commit(store, R, f"c{number}", asked, [model(f"a{number}")], parent=record)
+        asked = [*asked, model(f"a{number}"), user(f"q{number + 1}")]
+    sizes = [len(line) for line in (tmp_path / f"{R}.items.jsonl").read_bytes().splitlines()]
+    assert max(sizes[2:]) - min(sizes[2:]) < 20
+    edited = [*asked]
+    edited[10] = user("something else")
+    drift = store.admit(R, edited, "c99").drift
+    assert drift is not None
+    assert (drift.cause, drift.position, drift.nearest_call) == (Cause.HISTORY_EDITED, 10, "c19")
+
+
+def test_lost_or_broken_item_lines_cost_the_diagnosis_only(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    commit(store, R, "c0", [user("q")], [model("A")])
+    (tmp_path / f"{R}.items.jsonl").write_bytes(b'{"broken\n{"model_call_id": 3}\n')
+    drift = store.admit(R, [user("q"), model("B"), user("more")], "c1").drift
+    assert drift is not None and drift.cause == Cause.UNKNOWN_HISTORY
+
+
+def test_a_switch_of_dialect_is_named(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    commit(store, R, "c0", [user("q")], [model("A")], dialect="responses")
+    item: dict[str, Any] = model("A", tool_calls=[tool_call("{}")])
+    drift = store.admit(R, [user("q"), item, user("more")], "c1", dialect="chat").drift
+    assert drift is not None and drift.cause == Cause.DIALECT_CHANGED

@@ -1,0 +1,216 @@
+"""The store under crashes, rivals and bad input."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import orjson
+import pytest
+from speech import commit, model, user
+
+from workbench.errors import FingerprintError, LedgerConflict, LedgerCorrupt, RolloutFrozen, WireError
+from workbench.ledger import LedgerStore
+from workbench.ledger.journal import Journal
+from workbench.wire import Cause
+
+R = "run.0.0.0"
+
+
+def ledger_of(store: LedgerStore) -> Path:
+    return store.directory / f"{R}.lineage.jsonl"
+
+
+def grown(store: LedgerStore, calls: int = 2) -> None:
+    for number in range(calls):
+        commit(store, R, f"c{number}", [user(f"question {number}")], [model(f"answer {number}")])
+
+
+def test_a_line_cut_at_any_byte_was_never_acknowledged(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    grown(store)
+    whole = ledger_of(store).read_bytes()
+    first = whole.index(b"\n") + 1
+    for cut in [*range(first, len(whole), 13), len(whole) - 1]:
+        ledger_of(store).write_bytes(whole[:cut])
+        torn = LedgerStore(tmp_path)
+        assert [record.model_call_id for record in torn.manifest(R).records] == ["c0"]
+        assert ledger_of(store).stat().st_size == cut, "reading repairs nothing"
+    torn.record_failure(R, "c1", Cause.WORKER_CAPTURE_FAILED)
+    assert ledger_of(store).read_bytes() == (
+        whole[:first] + b'{"failure_reason":"worker_capture_failed","model_call_id":"c1"}\n'
+    )
+
+
+def test_a_store_that_is_running_sees_a_torn_line_go(tmp_path: Path) -> None:
+    store, rival = LedgerStore(tmp_path), LedgerStore(tmp_path)
+    grown(store, 1)
+    with ledger_of(store).open("ab") as file:
+        file.write(b'{"model_call_id":"cra')
+    assert len(store.manifest(R).records) == len(rival.manifest(R).records) == 1
+    rival.record_failure(R, "c1", Cause.WORKER_CAPTURE_FAILED)
+    assert [failure.model_call_id for failure in store.manifest(R).failures] == ["c1"]
+
+
+@pytest.mark.parametrize("damage", [b"{\n", b"\x00\x00\x00\n", b"[1]\n", b'{"kind":"freeze"}\n', b"\n"])
+def test_a_broken_whole_line_names_file_and_line(tmp_path: Path, damage: bytes) -> None:
+    store = LedgerStore(tmp_path)
+    grown(store)
+    first, second = ledger_of(store).read_bytes().splitlines(keepends=True)
+    ledger_of(store).write_bytes(first + damage + second)
+    for reader in (store, LedgerStore(tmp_path)):
+        for _ in range(2):
+            with pytest.raises(LedgerCorrupt, match=rf"{R}.lineage.jsonl, line 2"):
+                reader.manifest(R)
+        with pytest.raises(LedgerCorrupt):
+            reader.record_failure(R, "c9", Cause.WORKER_CAPTURE_FAILED)
+        with pytest.raises(LedgerCorrupt):
+            reader.admit(R, [user("hello")], "c9")
+    assert store.manifest("run.0.1.0").records == [], "other rollouts go on"
+
+
+def test_a_flipped_byte_in_a_row_is_seen(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    grown(store)
+    text = ledger_of(store).read_text()
+    ledger_of(store).write_text(text.replace('"mode":"text"', '"mode":"texu"', 1))
+    with pytest.raises(LedgerCorrupt, match=r"line 1: call c0 .* mode"):
+        store.manifest(R)
+
+
+def test_the_same_row_again_is_nothing_and_another_is_a_conflict(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    grown(store, 1)
+    before = ledger_of(store).read_bytes()
+    grown(store, 1)
+    assert ledger_of(store).read_bytes() == before
+    with pytest.raises(LedgerConflict, match="c0"):
+        commit(store, R, "c0", [user("another question")], [model("answer 0")])
+    with pytest.raises(LedgerConflict, match="c0"):
+        store.record_failure(R, "c0", Cause.WORKER_CAPTURE_FAILED)
+    store.record_failure(R, "c1", Cause.UNRESOLVED_PARENT, "history_edited")
+    store.record_failure(R, "c1", Cause.UNRESOLVED_PARENT)
+    with pytest.raises(LedgerConflict, match="unresolved_parent"):
+        store.record_failure(R, "c1", Cause.WORKER_CAPTURE_FAILED)
+    with pytest.raises(LedgerConflict):
+        commit(store, R, "c1", [user("question 1")], [model("answer 1")])
+
+
+def test_frozen_is_frozen_for_every_process(tmp_path: Path) -> None:
+    store, rival = LedgerStore(tmp_path), LedgerStore(tmp_path)
+    grown(store, 1)
+    manifest = store.freeze(R)
+    before = ledger_of(store).read_bytes()
+    assert rival.frozen(R) and rival.freeze(R) == manifest
+    with pytest.raises(RolloutFrozen):
+        rival.admit(R, [user("hello")], "c1")
+    with pytest.raises(RolloutFrozen):
+        commit(rival, R, "c1", [user("late")], [model("too late")])
+    with pytest.raises(RolloutFrozen):
+        rival.record_failure(R, "c2", Cause.WORKER_CAPTURE_FAILED)
+    grown(rival, 1)  # a row that is there already is no late commit
+    assert ledger_of(store).read_bytes() == before
+    assert [(event["kind"], event["model_call_id"]) for event in store.events(R)] == [
+        ("late_commit", "c1"),
+        ("late_failure", "c2"),
+    ]
+    assert store.manifest(R) == manifest
+
+
+def test_admission_follows_the_three_outcomes(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    seeded = [user("hello"), model("a history from elsewhere"), user("go on")]
+    root = store.admit(R, seeded, "c0").admission
+    assert root is not None and (root.mode, root.parent_call_id, root.prev_len) == ("text", None, 0)
+    record = commit(store, R, "c0", seeded, [model("my answer")])
+    child = store.admit(R, [*seeded, model("my answer"), user("more")], "c1").admission
+    assert child is not None
+    assert (child.mode, child.parent_call_id, child.prev_len) == ("token_in", "c0", record.cum_len)
+    assert (child.staging_chain, child.parent_chain_hash) == ([f"{R}/c0"], record.chain_hash)
+    lost = store.admit(R, [user("hello"), model("never said"), user("go on")], "c2")
+    assert lost.admission is None and lost.drift is not None
+    assert [failure.model_call_id for failure in store.manifest(R).failures] == ["c2"]
+
+
+def test_failure_rows_count_as_rows_so_no_history_is_seeded_after_them(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    store.record_failure(R, "c0", Cause.WORKER_CAPTURE_FAILED)
+    assert store.admit(R, [user("hello"), model("said but not captured"), user("go on")], "c1").admission is None
+
+
+def test_a_request_that_repeats_a_call_does_not_continue_it(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    root = commit(store, R, "c0", [user("hello")], [model("yes")])
+    ask = [user("hello"), model("yes"), user("more")]
+    # A child with nothing but an end-of-turn token has its parent's fingerprint.
+    commit(store, R, "c1", ask, [model("")], parent=root, chain=[f"{R}/c0"])
+    assert store.resolve(R, ask).parent == "c0"
+
+
+def test_template_arguments_are_part_of_the_context(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    ask = [user("hello"), model("yes"), user("more")]
+    commit(store, R, "c0", [user("hello")], [model("yes")], prompt_options={"chat_template_kwargs": {"think": True}})
+    assert store.resolve(R, ask, {"chat_template_kwargs": {"think": True}}).status == "resolved"
+    assert store.resolve(R, ask).status == "unresolved"
+    assert store.admit(R, ask, "c1").drift.cause == Cause.TOOLS_CHANGED  # type: ignore[union-attr]
+
+
+def test_identical_sequences_are_one_candidate_and_different_ones_are_ambiguous(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    ask = [user("hello"), model("yes"), user("more")]
+    commit(store, R, "b", [user("hello")], [model("yes")], sequence="same")
+    commit(store, R, "a", [user("hello")], [model("yes")], sequence="same")
+    assert store.resolve(R, ask).parent == "a"
+    commit(store, R, "c", [user("hello")], [model("yes")], sequence="other")
+    lost = store.admit(R, ask, "d")
+    assert lost.drift is not None and lost.drift.cause == Cause.DUPLICATE_OUTPUT
+
+
+@pytest.mark.parametrize("rollout_id", ["", ".", "..", "../up", "a/b", "a b", "x" * 201, "a\n", "é", None, 7])
+def test_a_bad_rollout_id_never_reaches_a_path(tmp_path: Path, rollout_id: object) -> None:
+    store = LedgerStore(tmp_path)
+    for act in (store.manifest, store.freeze, store.frozen, store.events, lambda r: store.admit(r, [], "c")):
+        with pytest.raises(WireError):
+            act(rollout_id)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_items_without_a_fingerprint_are_refused_before_anything_is_generated(tmp_path: Path) -> None:
+    with pytest.raises(FingerprintError):
+        LedgerStore(tmp_path).admit(R, [{"role": "user", "content": 3}], "c0")
+
+
+def test_a_look_up_reads_no_row_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LedgerStore(tmp_path)
+    grown(store, 100)
+    taken: list[int] = []
+    inner = Journal._take
+    monkeypatch.setattr(Journal, "_take", lambda self, number, line: (taken.append(number), inner(self, number, line)))
+    ask = [user("question 7"), model("answer 7"), user("more")]
+    for _ in range(50):
+        assert store.resolve(R, ask).parent == "c7"
+    assert taken == []
+    LedgerStore(tmp_path).record_failure(R, "late", Cause.WORKER_CAPTURE_FAILED)
+    taken.clear()
+    assert store.resolve(R, ask).parent == "c7"
+    assert taken == [101], "of what another process added, only that is read"
+
+
+def test_processes_that_share_a_directory_lose_no_row(tmp_path: Path) -> None:
+    script = (
+        "import sys; from workbench.ledger import LedgerStore\n"
+        "store, who = LedgerStore(sys.argv[1]), sys.argv[2]\n"
+        f"for n in range(40): store.record_failure({R!r}, f'{{who}}-{{n}}', 'worker_capture_failed')\n"
+    )
+    writers = [
+        subprocess.Popen([sys.executable, "-c", script, str(tmp_path), f"w{number}"], env=dict(os.environ))
+        for number in range(3)
+    ]
+    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    lines = (tmp_path / f"{R}.lineage.jsonl").read_bytes().splitlines()
+    rows = [orjson.loads(line)["model_call_id"] for line in lines]
+    assert sorted(rows) == sorted(f"w{who}-{number}" for who in range(3) for number in range(40))
+    assert [r for r in rows if r.startswith("w1")] == [f"w1-{number}" for number in range(40)]

@@ -1,0 +1,282 @@
+"""Group: turn N finished rollouts and their staged calls into exactly N training rows, in index order. Pure.
+
+    FinalizationRequest (metadata only) + staged calls by key  --assemble-->  N GroupRows + FinalizedGroup (metadata)
+
+A rollout that does not verify becomes a placeholder: no vote, and its prompt is borrowed from the first valid sibling,
+else the carry of a verified staged root of the group, else one BOS token.
+Invariants: N rows come out of N rollouts, whatever happened to them; a rejected rollout has one primary cause, which
+for `rollout_failed` and `capture_poisoned` is the receipt's own reason; one bad rollout changes nothing in a sibling.
+Not here: fetching, publishing, storing (actor), the checks of one rollout (verify), what the numbers mean (metrics).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from workbench.errors import ReceiptRejected, StagingError, WireError
+from workbench.finalizer.metrics import GroupMetrics, group_metrics
+from workbench.finalizer.rows import GroupRow
+from workbench.finalizer.verify import LinearizedRow, verify_and_linearize
+from workbench.wire import Cause, ManifestFailure, RolloutReceipt, StagedCall, extras_digest
+
+Staged = Mapping[str, StagedCall | StagingError]
+
+_CAUSES = frozenset(cause.value for cause in Cause)
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RolloutOutcome(_Message):
+    """One rollout as the controller saw it end.
+
+    `receipt` None means that none was assembled, `failure` then says why; `failures` are the manifest's calls without a
+    custody row, which a receipt does not carry. `reward` and its parts are the environment's.
+    """
+
+    rollout_id: str
+    index: int = Field(ge=0)
+    task_id: str | None = None
+    receipt: RolloutReceipt | None = None
+    failures: list[ManifestFailure] = Field(default_factory=list)
+    failure: Cause | None = None
+    detail: str | None = None
+    reward: float = Field(default=0.0, allow_inf_nan=False)
+    reward_components: dict[str, float] = Field(default_factory=dict)
+    duration_s: float | None = None
+
+
+class FinalizationRequest(_Message):
+    """A group to finalise: ids, receipts, rewards, versions; never a tensor. `rollouts` are put in index order."""
+
+    group_id: str
+    weight_version: int
+    rollouts: list[RolloutOutcome] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _n_distinct_rollouts(self) -> Self:
+        self.rollouts.sort(key=lambda rollout: rollout.index)
+        indexes = [rollout.index for rollout in self.rollouts]
+        if indexes != list(range(len(indexes))):
+            raise ValueError(f"group {self.group_id}: expected one rollout an index 0..N-1, got indexes {indexes}")
+        if len({rollout.rollout_id for rollout in self.rollouts}) != len(self.rollouts):
+            raise ValueError(f"group {self.group_id}: two rollouts have the same id")
+        return self
+
+    def staging_keys(self) -> list[str]:
+        """Keys of every recorded call, side branches too, in index and manifest order."""
+        return [r.staging_key for o in self.rollouts if o.receipt is not None for r in o.receipt.manifest]
+
+
+class RowSummary(_Message):
+    """One published row without its tokens; `placeholder` says where a placeholder's prompt is from."""
+
+    rollout_id: str
+    index: int
+    task_id: str | None
+    sample_mask: int
+    reward: float
+    prompt_len: int
+    tokens: int
+    sampled_tokens: int
+    weight_version_min: int | None
+    weight_version_max: int | None
+    terminal_selection: str | None
+    placeholder: str | None = None
+    cause: Cause | None = None
+    detail: str | None = None
+    call_id: str | None = None
+    position: int | None = None
+    duplicate_of: str | None = None
+
+
+class FinalizedGroup(_Message):
+    """What the controller gets back. `train_keys` are N keys in index order; an empty list means that the group left by
+    its one exit, `exit_cause`, and must be replaced. `timings_s`: fetch, verify, publish, store, clear."""
+
+    group_id: str
+    weight_version: int
+    train_keys: list[str]
+    rows: list[RowSummary]
+    metrics: GroupMetrics
+    timings_s: dict[str, float] = Field(default_factory=dict)
+    exit_cause: Cause | None = None
+
+    def store_record(self) -> dict[str, Any]:
+        """The line for groups.jsonl: the columns of table `groups`, and the rows' summaries."""
+        return {
+            "group_id": self.group_id,
+            "task_id": self.rows[0].task_id if self.rows else None,
+            "weight_version": self.weight_version,
+            **self.metrics.model_dump(mode="json"),
+            **self.metrics.rates(),
+            **{f"{name}_s": seconds for name, seconds in self.timings_s.items()},
+            "rollouts": [row.model_dump(mode="json") for row in self.rows],
+        }
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The N rows to publish and what is said about them; `rows[i]` belongs to `summaries[i]`."""
+
+    rows: list[GroupRow]
+    summaries: list[RowSummary]
+    metrics: GroupMetrics
+
+
+@dataclass(frozen=True)
+class _Rejection:
+    cause: Cause
+    detail: str
+    call_id: str | None = None
+    position: int | None = None
+
+
+def assemble(request: FinalizationRequest, staged: Staged, bos_token_id: int) -> Assembly:
+    """Verify every rollout and give N rows in index order. `staged` maps every key of `request.staging_keys()`.
+
+    Nothing about one rollout raises: what is wrong with it is its placeholder's cause.
+    """
+    verdicts = [_verify(outcome, staged) for outcome in request.rollouts]
+    prompt_T, source = _placeholder_prompt(request, verdicts, staged, bos_token_id)
+    rows: list[GroupRow] = []
+    summaries: list[RowSummary] = []
+    seen: dict[bytes, str] = {}
+    for outcome, verdict in zip(request.rollouts, verdicts, strict=True):
+        rejection = verdict if isinstance(verdict, _Rejection) else None
+        row = _group_row(request, outcome, verdict, prompt_T)
+        first = outcome.rollout_id
+        if rejection is None:
+            # Byte-equal siblings are legitimate samples, and also what a broken sampling seed looks like: reported.
+            content = b"".join(a.tobytes() for a in (row.token_ids, row.token_mask, row.logprobs))
+            first = seen.setdefault(content, outcome.rollout_id)
+        rows.append(row)
+        summaries.append(
+            RowSummary(
+                rollout_id=outcome.rollout_id,
+                index=outcome.index,
+                task_id=outcome.task_id,
+                sample_mask=row.sample_mask,
+                reward=outcome.reward,
+                prompt_len=row.prompt_len,
+                tokens=int(row.token_ids.size),
+                sampled_tokens=int(np.count_nonzero(row.token_mask)),
+                weight_version_min=min(row.weight_versions, default=None),
+                weight_version_max=max(row.weight_versions, default=None),
+                terminal_selection=outcome.receipt.terminal_selection if outcome.receipt else None,
+                placeholder=source if rejection else None,
+                cause=rejection.cause if rejection else None,
+                detail=rejection.detail if rejection else None,
+                call_id=rejection.call_id if rejection else None,
+                position=rejection.position if rejection else None,
+                duplicate_of=None if first == outcome.rollout_id else first,
+            )
+        )
+    return Assembly(rows, summaries, group_metrics(request.rollouts, summaries))
+
+
+def _verify(outcome: RolloutOutcome, staged: Staged) -> LinearizedRow | _Rejection:
+    receipt = outcome.receipt
+    if receipt is None:
+        cause = outcome.failure or Cause.MISSING_RECEIPT
+        return _Rejection(cause, outcome.detail or cause.explanation)
+    if receipt.rollout_id != outcome.rollout_id:
+        detail = f"the receipt that came for rollout {outcome.rollout_id} is that of {receipt.rollout_id}"
+        return _Rejection(Cause.IDENTITY_MISMATCH, detail)
+    if outcome.failure is not None and not receipt.capture_poisoned:
+        return _Rejection(outcome.failure, outcome.detail or outcome.failure.explanation)
+    answers = [staged[record.staging_key] for record in receipt.manifest]
+    calls = [answer for answer in answers if isinstance(answer, StagedCall)]
+    try:
+        row = verify_and_linearize(receipt, calls)
+        _check_extras(calls)
+        return row
+    except ReceiptRejected as error:
+        if error.cause == Cause.ROW_COUNT_MISMATCH:
+            # Rows are missing because they could not be read: that is the cause, and the key says which call.
+            for record, answer in zip(receipt.manifest, answers, strict=True):
+                if isinstance(answer, StagingError):
+                    return _Rejection(Cause(answer.cause), str(answer), record.model_call_id)
+        return _primary(error, outcome, receipt)
+
+
+def _check_extras(calls: list[StagedCall]) -> None:
+    # The call digest covers the extras' digest only, so the extras themselves are checked where they are read.
+    for call in calls:
+        try:
+            right = call.extras is None or extras_digest(call.extras) == call.extras_digest
+        except WireError as error:
+            raise ReceiptRejected(Cause.INVALID_SNAPSHOT, call_id=call.model_call_id, detail=str(error)) from error
+        if not right:
+            detail = f"its extras do not give the extras digest {call.extras_digest}"
+            raise ReceiptRejected(Cause.CORRUPT_DIGEST, call_id=call.model_call_id, detail=detail)
+
+
+def _primary(error: ReceiptRejected, outcome: RolloutOutcome, receipt: RolloutReceipt) -> _Rejection:
+    """The one cause that is counted: behind a poisoned or failed receipt stands the reason it was poisoned for."""
+    cause = Cause(error.cause)
+    if cause not in (Cause.ROLLOUT_FAILED, Cause.CAPTURE_POISONED):
+        return _Rejection(cause, error.detail or cause.explanation, error.call_id, error.position)
+    reason = receipt.failure_reason or ""
+    if reason in _CAUSES:
+        cause, reason = Cause(reason), ""
+    # The failed call that poisoned it, where it was one: its detail is the worker's typed cause.
+    failed = next((failure for failure in outcome.failures if failure.reason == cause), None)
+    agent = outcome.detail if outcome.failure is not None or receipt.terminal_attribution_reason is None else None
+    said = reason or (failed.detail if failed else None) or agent or receipt.terminal_attribution_reason
+    return _Rejection(cause, said or cause.explanation, failed.model_call_id if failed else None)
+
+
+def _placeholder_prompt(
+    request: FinalizationRequest, verdicts: list[LinearizedRow | _Rejection], staged: Staged, bos_token_id: int
+) -> tuple[np.ndarray, str]:
+    for verdict in verdicts:
+        if isinstance(verdict, LinearizedRow):
+            return verdict.token_ids[: verdict.prompt_len], "sibling"
+    for outcome in request.rollouts:
+        for record in outcome.receipt.manifest if outcome.receipt else ():
+            call = staged[record.staging_key]
+            if record.parent_call_id is None and isinstance(call, StagedCall) and _is_recorded(call, record.digest):
+                carry_T = call.token_ids_delta[call.token_mask_delta == 0]
+                if carry_T.size:
+                    return carry_T, "root_carry"
+    return np.array([bos_token_id], dtype=np.uint64), "bos"
+
+
+def _is_recorded(call: StagedCall, digest: str) -> bool:
+    try:
+        return call.digest == digest == call.recompute_digest()
+    except WireError:
+        return False
+
+
+def _group_row(
+    request: FinalizationRequest,
+    outcome: RolloutOutcome,
+    verdict: LinearizedRow | _Rejection,
+    placeholder_T: np.ndarray,
+) -> GroupRow:
+    valid = isinstance(verdict, LinearizedRow)
+    return GroupRow(
+        rollout_id=outcome.rollout_id,
+        group_id=request.group_id,
+        index=outcome.index,
+        reward=outcome.reward,
+        reward_components=outcome.reward_components,
+        sample_mask=int(valid),
+        prompt_len=verdict.prompt_len if valid else int(placeholder_T.size),
+        model_call_ids=list(verdict.model_call_ids) if valid else [],
+        weight_versions=list(verdict.weight_versions) if valid else [],
+        weight_version_spans=[list(span) for span in verdict.weight_version_spans] if valid else [],
+        link_spans=[list(span) for span in verdict.link_spans] if valid else [],
+        cause=None if valid else verdict.cause.value,
+        token_ids=verdict.token_ids if valid else placeholder_T,
+        token_mask=verdict.token_mask.astype(np.uint8) if valid else np.zeros(placeholder_T.size, np.uint8),
+        logprobs=verdict.logprobs if valid else np.zeros(placeholder_T.size, np.float32),
+    )

@@ -1,0 +1,140 @@
+"""Parts: what a group leaves in the run store, written by its finalizer before staging is cleared.
+
+    calls/<group>.parquet     every recorded call, rejected rollouts and side branches too, with its delta and digests
+    rows/<group>.parquet      the N rows as they were published
+    receipts/<group>.jsonl    the N outcomes: receipt, failures, reward
+
+Invariants: each file is whole and fsynced or not there; the calls part lets every digest be recomputed without any
+other file (where a staged call differs from the manifest's record, `snapshot` holds the staged fields).
+Not here: which columns there are (`workbench.runs.schema`), reading them back (`workbench.runs`).
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from workbench.errors import FinalizerError
+from workbench.finalizer.group import Assembly, FinalizationRequest, RolloutOutcome, Staged
+from workbench.runs.schema import columns
+from workbench.runs.writer import dumps, write_lines, write_part
+from workbench.wire import CallRecord, Cause, RolloutReceipt, StagedCall
+from workbench.wire.extras import FINISH_REASON
+
+_GROUP_ID = re.compile(r"(?!\.+\Z)[A-Za-z0-9._-]{1,200}")
+_RECORDED = [c.name for c in columns("calls") if c.name in CallRecord.model_fields]
+_COMPARED = [name for name in _RECORDED if name in StagedCall.model_fields]
+
+
+def write_group(run_dir: Path, request: FinalizationRequest, staged: Staged, assembly: Assembly) -> None:
+    """Write the three parts of a group. Raises RunStoreError, or OSError when the disk does not take them."""
+    name = request.group_id
+    if _GROUP_ID.fullmatch(name) is None:
+        raise FinalizerError(f"group id {name!r} must be 1-200 characters of A-Z a-z 0-9 . _ - and not only dots")
+    calls = [row for outcome in request.rollouts for row in _calls_of(name, outcome, staged)]
+    write_part(run_dir / "calls" / f"{name}.parquet", "calls", _by_column("calls", calls))
+    write_part(run_dir / "rows" / f"{name}.parquet", "rows", _by_column("rows", _rows_of(request, assembly)))
+    write_lines(run_dir / "receipts" / f"{name}.jsonl", [o.model_dump(mode="json") for o in request.rollouts])
+
+
+def _by_column(table: str, rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    names = [column.name for column in columns(table)]
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _calls_of(group_id: str, outcome: RolloutOutcome, staged: Staged) -> list[dict[str, Any]]:
+    receipt = outcome.receipt
+    records = receipt.manifest if receipt is not None else []
+    chain = _chain(receipt) if receipt is not None else set()
+    rows = []
+    for place, record in enumerate(records):
+        call = staged[record.staging_key]
+        rows.append(
+            {
+                "group_id": group_id,
+                "rollout_id": outcome.rollout_id,
+                "manifest_index": place,
+                "disposition": "staged",
+                "on_chain": record.model_call_id in chain,
+                "terminal": receipt is not None and record.model_call_id == receipt.terminal_model_call_id,
+                **{name: getattr(record, name) for name in _RECORDED},
+                **_delta(record, call),
+            }
+        )
+    for place, failure in enumerate(outcome.failures, start=len(records)):
+        rows.append(
+            {
+                "group_id": group_id,
+                "rollout_id": outcome.rollout_id,
+                "model_call_id": failure.model_call_id,
+                "manifest_index": place,
+                "disposition": "failed",
+                "failure_reason": failure.reason,
+                "detail": failure.detail,
+                "on_chain": False,
+                "terminal": False,
+            }
+        )
+    return rows
+
+
+def _delta(record: CallRecord, call: StagedCall | Exception) -> dict[str, Any]:
+    if not isinstance(call, StagedCall):
+        return {"staging": getattr(call, "cause", Cause.MISSING_STAGING_ROW), "detail": str(call)}
+    mask_T = call.token_mask_delta
+    sampled = int(np.count_nonzero(mask_T))
+    differing = {n: getattr(call, n) for n in _COMPARED if getattr(call, n) != getattr(record, n)}
+    if call.rollout_id != record.staging_key.rpartition("/")[0]:
+        differing["rollout_id"] = call.rollout_id
+    return {
+        "staging": "fetched",
+        "carry_tokens": int(mask_T.size) - sampled,
+        "sampled_tokens": sampled,
+        "finish_reason": (call.extras or {}).get(FINISH_REASON),
+        "extras": None if call.extras is None else dumps(call.extras).decode(),
+        "snapshot": dumps(differing).decode(),
+        "token_ids": call.token_ids_delta,
+        "token_mask": mask_T,
+        "logprobs": call.generation_log_probs_delta,
+    }
+
+
+def _chain(receipt: RolloutReceipt) -> set[str]:
+    parents = {record.model_call_id: record.parent_call_id for record in receipt.manifest}
+    chain: set[str] = set()
+    cursor = receipt.terminal_model_call_id
+    while cursor is not None and cursor not in chain:
+        chain.add(cursor)
+        cursor = parents.get(cursor)
+    return chain
+
+
+def _rows_of(request: FinalizationRequest, assembly: Assembly) -> list[dict[str, Any]]:
+    rows = []
+    for outcome, row, summary in zip(request.rollouts, assembly.rows, assembly.summaries, strict=True):
+        receipt = outcome.receipt
+        rows.append(
+            {
+                **summary.model_dump(mode="json"),
+                "group_id": request.group_id,
+                "reward_components": dumps(outcome.reward_components).decode(),
+                "terminal_model_call_id": receipt.terminal_model_call_id if receipt else None,
+                "terminal_attribution_reason": receipt.terminal_attribution_reason if receipt else None,
+                "capture_poisoned": receipt.capture_poisoned if receipt else None,
+                "failure_reason": receipt.failure_reason if receipt else None,
+                "calls": len(receipt.manifest) if receipt else 0,
+                "failed_calls": len(outcome.failures),
+                "unresolved_calls": sum(f.reason == Cause.UNRESOLVED_PARENT for f in outcome.failures),
+                "model_call_ids": row.model_call_ids,
+                "weight_versions": row.weight_versions,
+                "weight_version_spans": dumps(row.weight_version_spans).decode(),
+                "link_spans": dumps(row.link_spans).decode(),
+                "token_ids": row.token_ids,
+                "token_mask": row.token_mask,
+                "logprobs": row.logprobs,
+            }
+        )
+    return rows

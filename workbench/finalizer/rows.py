@@ -1,0 +1,102 @@
+"""Rows: one training row a sample, put into TransferQueue's partition `train` under the rollout id.
+
+Columns: `token_ids` int64[T] (the bits of uint64), `token_mask` uint8[T], `logprobs` float32[T], `meta` uint8[...]
+(JSON of the rest). Tags are `group_id`, `index`, `weight_version_min`, `weight_version_max`, `sample_mask` and
+`n_routes_backfilled`; a placeholder, which stands on no call, has the version of its group's dispatch in both.
+Invariants: the N rows of a group are put in one batch, in index order; a placeholder has mask 0 everywhere.
+Not here: which rows there are (group), reading them (workbench.train.rows).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import orjson
+
+from workbench.capture import dataplane
+
+_ARRAYS = ("token_ids", "token_mask", "logprobs")
+
+
+@dataclass(frozen=True, eq=False)
+class GroupRow:
+    """One sample of a group. token_ids uint64[T], token_mask uint8[T] (1 = sampled), logprobs float32[T] (nats).
+
+    `sample_mask` 0 marks a placeholder: it keeps its group at N rows and has no vote; `cause` says why.
+    `weight_version_spans` are `[call, start, end, version]` over row positions, `link_spans` `[call, carry,
+    generated]`.
+    """
+
+    rollout_id: str
+    group_id: str
+    index: int
+    reward: float
+    reward_components: dict[str, float]
+    sample_mask: int
+    prompt_len: int
+    model_call_ids: list[str]
+    weight_versions: list[int]
+    weight_version_spans: list[list[Any]]
+    link_spans: list[list[Any]]
+    cause: str | None
+    token_ids: np.ndarray
+    token_mask: np.ndarray
+    logprobs: np.ndarray
+
+    def tags(self, dispatch_version: int) -> dict[str, Any]:
+        """The fixed tag schema of the train partition."""
+        versions = self.weight_versions or [dispatch_version]
+        return {
+            "group_id": self.group_id,
+            "index": self.index,
+            "weight_version_min": min(versions),
+            "weight_version_max": max(versions),
+            "sample_mask": self.sample_mask,
+            "n_routes_backfilled": 0,
+        }
+
+
+_META = [f.name for f in fields(GroupRow) if f.name not in _ARRAYS]
+
+
+def pack_row(row: GroupRow) -> dict[str, np.ndarray]:
+    """Columns of one row (see the head)."""
+    return {
+        "token_ids": np.asarray(row.token_ids, dtype=np.uint64).view(np.int64),
+        "token_mask": np.asarray(row.token_mask, dtype=np.uint8),
+        "logprobs": np.asarray(row.logprobs, dtype=np.float32),
+        "meta": np.frombuffer(orjson.dumps({name: getattr(row, name) for name in _META}), dtype=np.uint8),
+    }
+
+
+async def publish_rows(rows: Sequence[GroupRow], dispatch_version: int, *, deadline_s: float = 60.0) -> list[str]:
+    """Put the rows in one batch and return their keys, in order. A second publication overwrites the first."""
+    import torch
+    from tensordict import TensorDict
+
+    packed = [pack_row(row) for row in rows]
+    columns = {
+        name: torch.nested.as_nested_tensor(
+            [torch.from_numpy(columns[name].copy()) for columns in packed], layout=torch.jagged
+        )
+        for name in packed[0]
+    }
+    keys = [row.rollout_id for row in rows]
+    await dataplane.connect()
+    await dataplane.put(
+        dataplane.TRAIN,
+        keys,
+        TensorDict(columns, batch_size=len(rows)),
+        [row.tags(dispatch_version) for row in rows],
+        deadline_s=deadline_s,
+    )
+    return keys
+
+
+async def clear_rows(keys: Sequence[str], *, deadline_s: float = 60.0) -> None:
+    """Remove trained or discarded rows; unknown keys are fine."""
+    await dataplane.connect()
+    await dataplane.clear(dataplane.TRAIN, keys, deadline_s=deadline_s)
