@@ -128,10 +128,18 @@ def test_doctor_finds_a_companion_of_torch_that_does_not_import(tmp_path, monkey
 
 
 def test_doctor_refuses_a_temporary_directory_too_long_for_sockets(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 60)
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 80)
     assert "TMPDIR=/tmp" in temporary_directory().cure
     monkeypatch.setattr("tempfile.tempdir", "/tmp")
     assert temporary_directory().good
+
+
+def test_a_missing_compiler_or_header_names_the_debian_package(monkeypatch):
+    assert machine.compiler().good
+    monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")
+    assert "-dev" in machine.compiler().cure
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert "apt-get install g++ python3" in machine.compiler().cure
 
 
 def test_too_little_memory_and_disk_are_said_with_what_is_needed(tmp_path, monkeypatch):

@@ -27,6 +27,7 @@ class Agent:
         self.rollout_id = rollout_id
         self.path = path
         self.http = httpx.AsyncClient(base_url=server.url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=60.0)
+        _clients.append(self.http)
         self.coords: dict[str, dict[str, Any]] = {}
         self.chains: dict[str, list[str]] = {}
 
@@ -89,6 +90,15 @@ class Agent:
         return answer.json() if answer.status_code == 200 else None
 
 
+_clients: list[httpx.AsyncClient] = []
+
+
+async def close_clients() -> None:
+    """Close every agent's connections; each serving context does it at its end."""
+    while _clients:
+        await _clients.pop().aclose()
+
+
 def text_of(response: dict[str, Any]) -> str:
     return response["choices"][0]["message"]["content"]
 
@@ -106,6 +116,7 @@ async def serving(
     try:
         yield server, sink
     finally:
+        await close_clients()
         await server.stop()
 
 

@@ -109,7 +109,7 @@ def verify(run_dir: str) -> None:
     """Recompute every digest of a stored run; exit 1 when one does not hold."""
     from workbench.campaign import verify_run
 
-    result = verify_run.verify(Path(run_dir))
+    result = verify_run.verify_run(Path(run_dir))
     click.echo(result)
     sys.exit(0 if result.ok else 1)
 

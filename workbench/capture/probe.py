@@ -2,8 +2,8 @@
 
     turn 1 (whole body) ─▶ staged root ─▶ prompt ids, one begin token, sampled ids, log-probs
     turn 2 (streamed)   ─▶ staged child ─▶ parent's ids first, then the tail that a plain rendering has after turn 1
-It goes over HTTP like a gateway, and then reads the staged rows back. What fails stops the run and is named: a field that
-the engine left out, a begin token that stands twice, a splice that is not the template's own rendering.
+It goes over HTTP like a gateway, and then reads the staged rows back. What fails stops the run and is named: a field
+that the engine left out, a begin token that stands twice, a splice that is not the template's own rendering.
 Not here: whether sampler and trainer agree (the proof after each weight update).
 """
 
@@ -155,7 +155,7 @@ def _check_root(server: PolicyServer, row: StagedCall) -> int:
 def _check_child(
     server: PolicyServer, first: StagedCall, second: StagedCall, messages: list[dict[str, Any]], served: str
 ) -> dict[str, Any]:
-    """Compare the child's spliced prompt with the plain rendering, as far as the template keeps earlier turns as said."""
+    """Compare the child's spliced prompt with the plain rendering, where the template keeps earlier turns as said."""
     prefix = first.token_ids_delta.astype(np.int64).tolist()
     spliced = prefix + _carry(second)
     plain = _render(server, messages)
@@ -197,8 +197,8 @@ async def _check_logprobs(server: PolicyServer, first: StagedCall, second: Stage
     delta = float(np.abs(captured - np.asarray(scored))[sampled].mean())
     if not delta <= MAX_MEAN_DELTA:
         raise ProbeFailed(
-            f"Field logprobs: captured and scored log-probs differ by {delta:.3f} on average (at most {MAX_MEAN_DELTA}); "
-            "the engine reports another distribution than the one it samples from."
+            f"Field logprobs: captured and scored log-probs differ by {delta:.3f} on average (at most "
+            f"{MAX_MEAN_DELTA}); the engine reports another distribution than the one it samples from."
         )
     return delta
 

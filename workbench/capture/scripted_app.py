@@ -8,6 +8,7 @@ Not here: other dialects; those are tested on vLLM.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 import uuid
@@ -75,7 +76,14 @@ class ScriptedApp:
             usage = bool((body.get("stream_options") or {}).get("include_usage"))
             frames = self._frames(outputs, head, len(prompt_ids), bool(body.get("tools")), usage)
             return StreamingResponse(frames, media_type="text/event-stream")
-        return await self._whole(outputs, head, len(prompt_ids), bool(body.get("tools")))
+        whole = asyncio.create_task(self._whole(outputs, head, len(prompt_ids), bool(body.get("tools"))))
+        left = asyncio.create_task(_disconnected(request))
+        await asyncio.wait([whole, left], return_when=asyncio.FIRST_COMPLETED)
+        left.cancel()
+        if whole.done():
+            return whole.result()
+        whole.cancel()
+        return Response(status_code=499)
 
     def _sampling(self, body: dict[str, Any], line: Any, room: int) -> ScriptedParams:
         asked = body.get("max_completion_tokens") or body.get("max_tokens") or room
@@ -144,6 +152,11 @@ _SAMPLING_FIELDS = (
     "repetition_penalty",
     "seed",
 )
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _message(text: str, tools: bool) -> tuple[dict[str, Any], bool]:

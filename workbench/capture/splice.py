@@ -71,6 +71,8 @@ def mark_last_assistant_turn(messages: Messages) -> MarkedTurn:
         turn["content"] = [{"type": "text", "text": content_sentinel}] if as_parts else content_sentinel
     if calls:
         call_sentinel = f"WBCALL{nonce}"
+        # Copied alone: two calls that were one object would still be one after the copy of the turn.
+        calls[-1] = copy.deepcopy(calls[-1])
         function = calls[-1].get("function") or calls[-1]
         arguments = {"value": call_sentinel}
         as_text = isinstance(function.get("arguments"), str)

@@ -1,0 +1,327 @@
+"""The real engine, with a tap below the capture: what was staged is what the engine ran, id for id.
+
+One engine for the module (tiny random model, float32): about half a minute to start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import pytest_asyncio
+from capture.scripted_worker import TOKEN, Agent, close_clients, text_of
+
+from workbench import models
+from workbench.capture.staging import MemorySink
+from workbench.capture.transport import WORKER_TOKEN_ENV
+from workbench.capture.worker import PolicyServer, WorkerConfig
+from workbench.errors import WeightSyncError
+from workbench.wire import StagedCall
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+
+USER = {"role": "user", "content": "Hello 123, who are you?"}
+NEXT = {"role": "user", "content": "Tell me more \U0001f30d, please."}
+MAX_TOKENS = 24
+
+
+class Tap:
+    """Sits between vLLM's front end and its engine core: prompt ids sent, sampled ids received, by our call id."""
+
+    def __init__(self, engine: Any) -> None:
+        self.prompts: dict[str, list[int]] = {}
+        self.sampled: dict[str, list[int]] = defaultdict(list)
+        self._names: dict[str, str] = {}
+        core = engine.engine_core
+        add, get = core.add_request_async, core.get_output_async
+
+        async def add_request_async(request: Any) -> None:
+            self._names[request.request_id] = request.external_req_id
+            self.prompts[request.external_req_id] = list(request.prompt_token_ids)
+            await add(request)
+
+        async def get_output_async() -> Any:
+            outputs = await get()
+            for output in outputs.outputs:
+                self.sampled[self._names.get(output.request_id, "")].extend(output.new_token_ids)
+            return outputs
+
+        core.add_request_async, core.get_output_async = add_request_async, get_output_async
+
+
+class Worker:
+    def __init__(self, server: PolicyServer, sink: MemorySink, tap: Tap, model: Path) -> None:
+        self.server = server
+        self.sink = sink
+        self.tap = tap
+        self.model = model
+
+    async def rows(self, agent: Agent, call_id: str) -> list[StagedCall]:
+        rows = await self.sink.fetch(agent.chains[call_id])
+        assert all(isinstance(row, StagedCall) for row in rows)
+        return rows  # type: ignore[return-value]
+
+    async def check_chain(self, agent: Agent, call_id: str) -> list[int]:
+        """The linearised chain equals what the engine ran at its last call; returns its ids."""
+        rows = await self.rows(agent, call_id)
+        ids = np.concatenate([row.token_ids_delta for row in rows]).astype(int).tolist()
+        prompt = self.tap.prompts[call_id]
+        assert ids[: len(prompt)] == prompt
+        sampled = int(rows[-1].token_mask_delta.sum())
+        assert ids[len(prompt) :] == self.tap.sampled[call_id][:sampled]
+        if rows[-1].extras["stop_reason"] is None:
+            assert len(self.tap.sampled[call_id]) == sampled
+        return ids
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def worker(tmp_path_factory: Any) -> AsyncIterator[Worker]:
+    patch = pytest.MonkeyPatch()
+    patch.setenv(WORKER_TOKEN_ENV, TOKEN)
+    model = models.build("tiny")
+    sink = MemorySink()
+    config = WorkerConfig(
+        model_path=str(model),
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=16,
+        kv_cache_gib=0.25,
+        sampling={"max_tokens": MAX_TOKENS},
+    )
+    server = PolicyServer(config, sink, sink)
+    await server.start()
+    try:
+        tap = Tap(server.engine)
+        # The front end is waiting in the untapped read already; one call wakes it up.
+        await server.score([[1, 2, 3]])
+        yield Worker(server, sink, tap, model)
+    finally:
+        await close_clients()
+        await server.stop()
+        patch.undo()
+
+
+def said(response: dict[str, Any]) -> dict[str, str]:
+    return {"role": "assistant", "content": text_of(response)}
+
+
+def reference_logprobs(model: Path, ids: list[int]) -> np.ndarray:
+    """Log-probs of every token after the first by transformers, float32, temperature 1."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.inference_mode():
+        logits = network(torch.tensor([ids])).logits[0, :-1].double()
+    picked = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])
+    return picked[:, 0].numpy()
+
+
+async def test_probe_passes(worker: Worker) -> None:
+    found = await worker.server.probe()
+    assert found["prefix_stable"] is True
+    assert found["mean_abs_logprob_delta"] < 1e-4
+    assert worker.sink.rows == {}
+
+
+async def test_staged_rows_equal_what_the_engine_ran_over_many_turns(worker: Worker) -> None:
+    agent = Agent(worker.server, "run.0.0.0")
+    messages, call_id = [USER], None
+    for turn in range(4):
+        call_id, response, _ = await agent.call(messages, call_id, stream=turn % 2 == 1, max_tokens=6 + turn)
+        messages = [*messages, said(response), NEXT]
+    ids = await worker.check_chain(agent, call_id)
+    rows = await worker.rows(agent, call_id)
+    # Log-probs of the whole row, sampled in four calls and cached prefixes, against one uncached forward pass.
+    captured = np.concatenate([row.generation_log_probs_delta for row in rows])[1:]
+    mask = np.concatenate([row.token_mask_delta for row in rows])[1:] > 0
+    delta = np.abs(captured - reference_logprobs(worker.model, ids))[mask]
+    assert delta.max() <= 1e-4
+
+
+async def test_branch_and_retry_share_the_parent_and_nothing_else(worker: Worker) -> None:
+    agent = Agent(worker.server, "run.0.1.0")
+    root, response, _ = await agent.call([USER])
+    follow_up = [USER, said(response), NEXT]
+    first, _, _ = await agent.call(follow_up, root)
+    retried, again, _ = await agent.call(follow_up, root)
+    branch, _, _ = await agent.call([USER, said(response), {"role": "user", "content": "Something else."}], root)
+    third, _, _ = await agent.call([*follow_up, said(again), NEXT], retried)
+    for call_id in (first, retried, branch, third):
+        await worker.check_chain(agent, call_id)
+    parent = await worker.check_chain(agent, root)
+    assert worker.tap.prompts[first] == worker.tap.prompts[retried]
+    assert worker.tap.prompts[branch][: len(parent)] == parent
+    assert worker.tap.prompts[branch] != worker.tap.prompts[first]
+    assert (await worker.check_chain(agent, third))[: len(worker.tap.prompts[first])] == worker.tap.prompts[first]
+
+
+async def test_length_cut_and_stop_string_keep_every_id_the_engine_sampled(worker: Worker) -> None:
+    agent = Agent(worker.server, "run.0.2.0")
+    cut, response, _ = await agent.call([USER], max_tokens=5)
+    (row,) = await worker.rows(agent, cut)
+    assert (row.extras["finish_reason"], row.extras["truncated"], row.token_mask_delta.sum()) == ("length", True, 5)
+    # A letter that the random model will have said soon.
+    for stream in (False, True):
+        stopped, response, _ = await agent.call([USER, said(response), NEXT], cut, stop=["e"], stream=stream)
+        row = (await worker.rows(agent, stopped))[-1]
+        sampled = row.token_ids_delta[row.token_mask_delta == 1].astype(int)
+        assert row.extras["stop_reason"] == "e"
+        assert "e" not in text_of(response)
+        assert "e" in worker.server.tokenizer.decode(sampled)
+        await worker.check_chain(agent, stopped)
+        child, _, _ = await agent.call([USER, said(response), NEXT, said(response), NEXT], stopped)
+        ids = await worker.check_chain(agent, child)
+        assert ids[row.cum_len] == worker.server.tokenizer.eos_token_id, "the template ends the cut turn"
+
+
+async def test_concurrent_calls_are_not_mixed_up(worker: Worker) -> None:
+    agents = [Agent(worker.server, f"run.1.{index}.0") for index in range(12)]
+    calls = await asyncio.gather(
+        *(
+            agent.call([{"role": "user", "content": f"I am number {index}."}], stream=index % 2 == 0)
+            for index, agent in enumerate(agents)
+        )
+    )
+    for agent, (call_id, response, _) in zip(agents, calls, strict=True):
+        await worker.check_chain(agent, call_id)
+        if "usage" in response:
+            (row,) = await worker.rows(agent, call_id)
+            assert response["usage"]["completion_tokens"] == row.token_mask_delta.sum()
+
+
+async def test_other_dialects_are_captured_alike(worker: Worker) -> None:
+    agent = Agent(worker.server, "run.2.0.0")
+    for path, body in (
+        ("/v1/responses", {"input": USER["content"], "store": False}),
+        ("/v1/messages", {"messages": [USER], "max_tokens": 8}),
+        ("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 8}),
+    ):
+        admission = agent.admission()
+        answer = await agent.http.post(path, json={"model": "policy", **body}, headers=agent.headers(admission))
+        assert answer.status_code == 200, answer.text
+        assert "token_ids" not in {key for key, value in _leaves(answer.json()) if value}
+        agent.remember(admission, await agent.outcome(admission.model_call_id))
+        await worker.check_chain(agent, admission.model_call_id)
+
+
+def _leaves(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [pair for key, item in value.items() for pair in ((key, item), *_leaves(item))]
+    if isinstance(value, list):
+        return [pair for item in value for pair in _leaves(item)]
+    return []
+
+
+async def test_response_of_a_captured_call_equals_that_of_an_uncaptured_one(worker: Worker) -> None:
+    """Capture never changes the answer: same seed, same text, same fields."""
+    agent = Agent(worker.server, "run.3.0.0")
+    body = {"seed": 11, "max_tokens": 12, "temperature": 1.0}
+    _, tagged, _ = await agent.call([USER], **body)
+    request = {"model": "policy", "messages": [USER], **body}
+    plain = (await agent.http.post(agent.path, json=request)).json()
+    for response in (tagged, plain):
+        for name in ("id", "created"):
+            response.pop(name)
+    assert tagged == plain
+
+
+async def test_prompt_beyond_the_window_is_a_client_error(worker: Worker) -> None:
+    agent = Agent(worker.server, "run.4.0.0")
+    admission = agent.admission()
+    long = {"role": "user", "content": "word " * 600}
+    answer = await agent.http.post(
+        agent.path, json={"model": "policy", "messages": [long]}, headers=agent.headers(admission)
+    )
+    assert answer.status_code == 400
+    assert await agent.outcome(admission.model_call_id) is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_reader_who_leaves_gets_the_call_staged_as_aborted(worker: Worker, stream: bool) -> None:
+    agent = Agent(worker.server, f"run.5.{stream:d}.0")
+    admission = agent.admission()
+    request = {"model": "policy", "messages": [USER], "stream": stream, "ignore_eos": True}
+    sent = asyncio.create_task(agent.http.post(agent.path, json=request, headers=agent.headers(admission)))
+    deadline = asyncio.get_running_loop().time() + 10
+    while not worker.tap.sampled[admission.model_call_id]:
+        assert asyncio.get_running_loop().time() < deadline
+        await asyncio.sleep(0)
+    sent.cancel()
+    await asyncio.wait([sent])
+    await agent.http.aclose()
+    again = Agent(worker.server, agent.rollout_id)
+    outcome = await again.outcome(admission.model_call_id)
+    assert outcome["coords"]["disposition"] == "staged"
+    again.remember(admission, outcome)
+    (row,) = await worker.rows(again, admission.model_call_id)
+    # The model may have been faster than the news that its reader is gone.
+    assert row.extras["finish_reason"] in ("abort", "length")
+    sampled = row.token_ids_delta[row.token_mask_delta == 1].astype(int).tolist()
+    assert sampled == worker.tap.sampled[admission.model_call_id][: len(sampled)]
+
+
+def other_weights(model: Path, folder: Path) -> Path:
+    """A copy of the model with every weight changed, tied output head included."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, folder)
+    generator = torch.Generator().manual_seed(7)
+    for path in folder.glob("*.safetensors"):
+        weights = load_file(path)
+        changed = {
+            name: (value.float() + 0.3 * torch.randn(value.shape, generator=generator) * value.float().std()).to(
+                value.dtype
+            )
+            for name, value in weights.items()
+        }
+        save_file(changed, path, metadata={"format": "pt"})
+    return folder
+
+
+async def test_new_weights_reach_the_packed_output_head_too(worker: Worker, tmp_path: Path) -> None:
+    """Scored log-probs follow the new weights; without packing the head again they are those of a mixed model."""
+    server = worker.server
+    assert json.loads((worker.model / "config.json").read_text())["tie_word_embeddings"] is True
+    text = "The capital of France is Paris, and 1 + 1 = 2."
+    ids = server.tokenizer(text, add_special_tokens=False)["input_ids"]
+    before = np.array((await server.score([ids]))[0])
+    assert np.abs(before - reference_logprobs(worker.model, ids)).max() <= 1e-4
+    new = other_weights(worker.model, tmp_path / "new")
+    expected = reference_logprobs(new, ids)
+    assert np.abs(before - expected).mean() > 0.05, "the other weights must be told apart"
+
+    await server.engine.collective_rpc("workbench_reload", args=(str(new), False))
+    mixed = np.array((await server.score([ids]))[0])
+    assert np.abs(mixed - expected).mean() > 0.02, "vLLM now packs the head itself: the cure can go"
+
+    timings = await server.update_weights(str(new), 1)
+    assert timings["repacked"] >= 1
+    assert np.abs(np.array((await server.score([ids]))[0]) - expected).max() <= 1e-4
+    agent = Agent(server, "run.6.0.0")
+    _, _, outcome = await agent.call([USER])
+    assert outcome["coords"]["weight_version"] == 1
+
+    with pytest.raises(WeightSyncError, match="versions only grow"):
+        await server.update_weights(str(new), 1)
+    with pytest.raises(WeightSyncError, match="No weights at"):
+        await server.update_weights(str(tmp_path / "nothing"), 2)
+    assert server.weight_version() == 1
+    await server.update_weights(str(worker.model), 2)
+    assert np.array((await server.score([ids]))[0]).tolist() == before.tolist(), "going back is exact"
+
+
+async def test_nobody_without_the_token_reaches_the_engine(worker: Worker) -> None:
+    async with httpx.AsyncClient(base_url=worker.server.url) as http:
+        answer = await http.post("/v1/chat/completions", json={"model": "policy", "messages": [USER]})
+        assert answer.status_code == 401
+        assert (await http.get("/health")).status_code == 200

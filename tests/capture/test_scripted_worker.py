@@ -1,0 +1,402 @@
+"""A whole worker with a scripted engine: what is staged, what is served, and what each fault becomes."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from capture.scripted_worker import Agent, serving, text_of, write_script
+from capture.templates import tokenizer
+
+from workbench.capture.staging import MemorySink
+from workbench.capture.worker import PolicyServer
+from workbench.errors import DeadlineExceeded, ProbeFailed, SetupError
+from workbench.wire import Cause, StagedCall
+
+USER = {"role": "user", "content": "hello there"}
+NEXT = {"role": "user", "content": "say hello"}
+DEADLINE_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def chatml_folder(tmp_path_factory: Any) -> Path:
+    """A folder with a tokenizer and a chat template; a scripted engine needs no weights."""
+    folder = tmp_path_factory.mktemp("chatml")
+    tokenizer("chatml").save_pretrained(folder)
+    return folder
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+async def rows_of(sink: MemorySink, agent: Agent, call_id: str) -> list[StagedCall]:
+    rows = await sink.fetch(agent.chains[call_id])
+    assert all(isinstance(row, StagedCall) for row in rows)
+    return rows  # type: ignore[return-value]
+
+
+def joined(rows: list[StagedCall], column: str) -> list[Any]:
+    return np.concatenate([getattr(row, column) for row in rows]).tolist()
+
+
+async def until(condition: Any) -> None:
+    deadline = asyncio.get_running_loop().time() + DEADLINE_S
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, "the awaited state never came"
+        await asyncio.sleep(0.01)
+
+
+async def test_row_keeps_the_sampled_pieces_of_a_word(chatml_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    """The policy samples `he`,`llo` whose text encodes as other ids; the child's prompt begins with exactly those."""
+    words = tokenizer("chatml")
+    pieces = [words.convert_tokens_to_ids(piece) for piece in ("h", "e", "l", "l", "o")]
+    assert words("hello", add_special_tokens=False)["input_ids"] != pieces
+    script = write_script(tmp_path, {"token_ids": [*pieces, words.eos_token_id]}, {"text": "bye"})
+    async with serving(chatml_folder, script, monkeypatch) as (server, sink):
+        agent = Agent(server, "run.0.0.0")
+        first, response, _ = await agent.call([USER])
+        assert text_of(response) == "hello"
+        second, _, _ = await agent.call([USER, said("hello"), NEXT], first)
+        rows = await rows_of(sink, agent, second)
+        parent = rows[0].token_ids_delta.tolist()
+        assert parent[-6:] == [*pieces, words.eos_token_id]
+        assert joined(rows, "token_ids_delta")[: len(parent)] == parent
+        # The stop token that was sampled is the template's end of turn too: once, mask 1, with its own log-prob. The
+        # newline that the template writes after it opens the child's delta, mask 0.
+        assert rows[0].token_mask_delta[-1] == 1.0
+        assert rows[0].generation_log_probs_delta[-1] == pytest.approx(-0.5)
+        assert words.decode(rows[1].token_ids_delta[rows[1].token_mask_delta == 0].astype(int)) == (
+            "\n<|im_start|>user\nsay hello<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+
+async def test_streamed_and_whole_responses_stage_the_same(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    script = write_script(tmp_path, {"text": "The capital of France is Paris."})
+    async with serving(chatml_folder, script, monkeypatch) as (server, sink):
+        agent = Agent(server, "run.0.0.0")
+        whole, response, _ = await agent.call([USER])
+        streamed, frames, _ = await agent.call([USER], stream=True)
+        assert text_of(response) == text_of(frames)
+        assert frames["frames"] >= 3
+        (one,), (two,) = await rows_of(sink, agent, whole), await rows_of(sink, agent, streamed)
+        assert one.chain_hash == two.chain_hash
+        assert one.extras == two.extras
+        assert one.generation_log_probs_delta.tolist() == two.generation_log_probs_delta.tolist()
+
+
+async def test_length_cut_and_stop_string_are_recorded_with_all_ids(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    words = tokenizer("chatml")
+    script = write_script(tmp_path, {"text": "The capital of France is Paris."})
+    async with serving(chatml_folder, script, monkeypatch) as (server, sink):
+        agent = Agent(server, "run.0.0.0")
+        cut, response, _ = await agent.call([USER], max_tokens=3)
+        (row,) = await rows_of(sink, agent, cut)
+        assert row.token_mask_delta.sum() == 3
+        assert (row.extras["finish_reason"], row.extras["truncated"]) == ("length", True)
+        child, _, _ = await agent.call([USER, said(text_of(response)), NEXT], cut)
+        tail = (await rows_of(sink, agent, child))[1]
+        assert (tail.token_ids_delta[0], tail.token_mask_delta[0]) == (words.eos_token_id, 0.0)
+
+        stopped, response, _ = await agent.call([USER], stop=["France"])
+        (row,) = await rows_of(sink, agent, stopped)
+        assert text_of(response) == "The capital of "
+        assert "France" in words.decode(row.token_ids_delta[row.token_mask_delta == 1].astype(int))
+        assert (row.extras["stop_reason"], row.extras["truncated"]) == ("France", False)
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("nan_logprob", Cause.NONFINITE_LOGPROB),
+        ("few_logprobs", Cause.LOGPROB_COUNT_MISMATCH),
+        ("no_logprobs", Cause.LOGPROB_COUNT_MISMATCH),
+        ("no_ids", Cause.INVALID_STAGING_ROW),
+        ("no_prompt_ids", Cause.INVALID_STAGING_ROW),
+    ],
+)
+async def test_what_the_engine_leaves_out_is_a_typed_failure_and_the_agent_is_served(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any, fault: str, cause: Cause
+) -> None:
+    script = write_script(tmp_path, {"text": "Paris is the capital", "fault": fault, "at": 2})
+    async with serving(chatml_folder, script, monkeypatch) as (server, sink):
+        for stream in (False, True):
+            _, response, outcome = await Agent(server, "run.0.0.0").call([USER], stream=stream)
+            assert text_of(response) == "Paris is the capital"
+            assert outcome["coords"]["disposition"] == "capture_failed"
+            assert outcome["failure"]["cause"] == cause
+        assert sink.rows == {}
+        with pytest.raises(ProbeFailed, match=cause):
+            await server.probe()
+
+
+async def test_engine_error_ends_the_call_without_coordinates_of_a_stage(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    script = write_script(tmp_path, {"text": "Paris is the capital", "fault": "raise", "at": 1})
+    async with serving(chatml_folder, script, monkeypatch) as (server, _):
+        agent = Agent(server, "run.0.0.0")
+        admission = agent.admission()
+        answer = await agent.http.post(
+            agent.path, json={"model": "policy", "messages": [USER]}, headers=agent.headers(admission)
+        )
+        assert answer.status_code == 500
+        outcome = await agent.outcome(admission.model_call_id)
+        assert outcome["failure"]["cause"] == Cause.REQUEST_FINISHED_WITHOUT_STAGED_COORDINATES
+        assert server.board.live_calls == 0
+
+
+class SlowSink(MemorySink):
+    """Holds every staging until told; may fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = asyncio.Event()
+        self.error: Exception | None = None
+
+    async def stage_async(self, call: StagedCall) -> None:
+        await self.go.wait()
+        if self.error is not None:
+            raise self.error
+        self.stage(call)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_last_output_leaves_only_after_staging(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any, stream: bool
+) -> None:
+    script = write_script(tmp_path, {"text": "The capital of France is Paris."})
+    sink = SlowSink()
+    async with serving(chatml_folder, script, monkeypatch, sink=sink) as (server, _):
+        call = asyncio.create_task(Agent(server, "run.0.0.0").call([USER], stream=stream))
+        await until(lambda: server.core.counts.total() == 0 and server.board.live_calls == 1)
+        # Time enough to answer, were it not held back.
+        done, _ = await asyncio.wait([call], timeout=0.3)
+        assert not done
+        assert server.board.live_calls == 1
+        sink.go.set()
+        _, response, outcome = await asyncio.wait_for(call, DEADLINE_S)
+        assert text_of(response).endswith("Paris.")
+        assert outcome["coords"]["disposition"] == "staged"
+
+
+async def test_failing_or_slow_sink_fails_the_capture_only(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    script = write_script(tmp_path, {"text": "Paris."})
+    sink = SlowSink()
+    async with serving(chatml_folder, script, monkeypatch, sink=sink, sink_timeout_s=0.2) as (server, _):
+        agent = Agent(server, "run.0.0.0")
+        _, response, outcome = await agent.call([USER])
+        assert text_of(response) == "Paris."
+        assert outcome["failure"]["cause"] == Cause.SINK_TIMEOUT
+        sink.go.set()
+        sink.error = RuntimeError("disk full")
+        _, response, outcome = await agent.call([USER])
+        assert text_of(response) == "Paris."
+        assert outcome["failure"]["cause"] == Cause.SINK_ERROR
+        assert "disk full" in outcome["failure"]["detail"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_reader_who_leaves_gets_the_call_staged_as_aborted(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any, stream: bool
+) -> None:
+    script = write_script(tmp_path, {"text": "The capital of France is Paris. " * 4, "delay_s": 20.0})
+    async with serving(chatml_folder, script, monkeypatch) as (server, sink):
+        agent = Agent(server, "run.0.0.0")
+        admission = agent.admission()
+        body = {"model": "policy", "messages": [USER], "stream": stream}
+        request = asyncio.create_task(agent.http.post(agent.path, json=body, headers=agent.headers(admission)))
+        await until(lambda: server.gate.running == 1)
+        request.cancel()
+        await asyncio.wait([request])
+        await agent.http.aclose()
+        agent = Agent(server, "run.0.0.0")
+        outcome = await agent.outcome(admission.model_call_id)
+        assert outcome["coords"]["disposition"] == "staged"
+        (row,) = await sink.fetch([outcome["coords"]["staging_key"]])
+        assert row.extras["finish_reason"] == "abort"
+        await until(lambda: server.gate.running == 0)
+        assert server.board.live_calls == 0
+
+
+async def test_prefix_comes_from_storage_in_one_read_when_memory_is_empty(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    script = write_script(tmp_path, {"text": "one"}, {"text": "two"}, {"text": "three"})
+    async with serving(chatml_folder, script, monkeypatch) as (server, sink):
+        agent = Agent(server, "run.0.0.0")
+        messages: list[dict[str, str]] = [USER]
+        call_id = None
+        for _ in range(3):
+            call_id, response, outcome = await agent.call(messages, call_id)
+            assert outcome["failure"] is None
+            messages = [*messages, said(text_of(response)), NEXT]
+        assert (server.prefixes.hits, server.prefixes.fetches, sink.reads) == (2, 0, 0)
+        server.prefixes.forget_all()
+        child, _, outcome = await agent.call(messages, call_id)
+        assert outcome["failure"] is None
+        assert (server.prefixes.fetches, sink.reads) == (1, 1)
+        rows = await rows_of(sink, agent, child)
+        assert joined(rows[:-1], "token_ids_delta") == joined(rows, "token_ids_delta")[: rows[-1].prev_len]
+        assert (await agent.http.get("/workbench/status")).json()["prefix_fetches"] == 1
+
+
+async def test_memory_for_prefixes_is_bounded(chatml_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    script = write_script(tmp_path, {"text": "one"})
+    async with serving(chatml_folder, script, monkeypatch, cache_bytes=400) as (server, _):
+        agent = Agent(server, "run.0.0.0")
+        for _ in range(8):
+            await agent.call([USER])
+        assert 0 < server.prefixes.bytes_held <= 400
+
+
+async def test_prefix_that_cannot_be_had_is_a_typed_failure_and_the_agent_is_served(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    script = write_script(tmp_path, {"text": "one"})
+    async with serving(chatml_folder, script, monkeypatch, cache_bytes=0) as (server, sink):
+        agent = Agent(server, "run.0.0.0")
+        first, _, _ = await agent.call([USER])
+        await agent.call([USER], None)
+        # Another rollout's deltas under the right keys do not hash to the chain that the admission names.
+        stranger = Agent(server, "run.0.0.0")
+        stranger.coords[first] = agent.coords[first] | {"chain_hash": "f" * 64}
+        stranger.chains[first] = agent.chains[first]
+        _, response, outcome = await stranger.call([USER, said("one"), NEXT], first)
+        assert text_of(response) == "one"
+        assert outcome["failure"]["cause"] == Cause.PREFIX_MISMATCH
+        await sink.clear(agent.chains[first])
+        _, response, outcome = await agent.call([USER, said("one"), NEXT], first)
+        assert text_of(response) == "one"
+        assert outcome["failure"]["cause"] == Cause.MISSING_STAGING_ROW
+        assert outcome["coords"]["cum_len"] == agent.coords[first]["cum_len"]
+
+
+async def test_turn_that_the_template_does_not_render_is_a_splice_failure(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    script = write_script(tmp_path, {"text": "one"})
+    async with serving(chatml_folder, script, monkeypatch) as (server, _):
+        agent = Agent(server, "run.0.0.0")
+        first, _, _ = await agent.call([USER])
+        _, response, outcome = await agent.call([USER, NEXT], first)
+        assert text_of(response) == "one"
+        assert outcome["failure"]["cause"] == Cause.SPLICE_BOUNDARY
+
+
+async def test_weight_update_waits_for_running_calls_and_holds_new_ones(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    script = write_script(
+        tmp_path, {"text": "The capital of France", "rollout": "slow.*", "delay_s": 0.5}, {"text": "quick"}
+    )
+    async with serving(chatml_folder, script, monkeypatch, quiet_timeout_s=5.0) as (server, sink):
+        slow, quick = Agent(server, "slow.0.0.0"), Agent(server, "run.0.0.0")
+        running = asyncio.create_task(slow.call([USER]))
+        await until(lambda: server.gate.running == 1)
+        update = asyncio.create_task(server.update_weights("unused", 1))
+        await until(lambda: not server.gate._open.is_set())
+        held = asyncio.create_task(quick.call([USER]))
+        old, _, outcome = await running
+        assert outcome["coords"]["weight_version"] == 0
+        assert (await update)["quiet_s"] > 0
+        _, _, outcome = await held
+        assert outcome["coords"]["weight_version"] == 1
+        assert (await rows_of(sink, slow, old))[0].weight_version == 0
+        assert (await quick.http.get("/workbench/status")).json()["weight_version"] == 1
+
+
+async def test_weight_update_gives_up_at_its_deadline_and_lets_calls_go_on(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    script = write_script(tmp_path, {"text": "The capital of France", "delay_s": 0.8})
+    async with serving(chatml_folder, script, monkeypatch, quiet_timeout_s=0.1) as (server, _):
+        running = asyncio.create_task(Agent(server, "run.0.0.0").call([USER]))
+        await until(lambda: server.gate.running == 1)
+        with pytest.raises(DeadlineExceeded, match="1 generations still ran"):
+            await server.update_weights("unused", 1)
+        _, _, outcome = await running
+        assert outcome["coords"]["weight_version"] == server.weight_version() == 0
+
+
+async def test_sampling_of_a_captured_call_is_the_recipes(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    script = write_script(tmp_path, {"text": "one"})
+    pins = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 40}
+    async with serving(chatml_folder, script, monkeypatch, sampling=pins) as (server, sink):
+        agent = Agent(server, "run.0.0.0")
+        call_id, _, _ = await agent.call([USER], temperature=0.2, top_p=0.9, presence_penalty=1.5, max_tokens=500)
+        (row,) = await rows_of(sink, agent, call_id)
+        sampling = row.extras["sampling"]
+        assert (sampling["temperature"], sampling["top_p"], sampling["presence_penalty"]) == (0.7, 0.9, 0.0)
+        assert sampling["max_tokens"] == 40
+        status = (await agent.http.get("/workbench/status")).json()
+        assert status["sampling_overrides"] == {"temperature": 1, "presence_penalty": 1}
+
+
+async def test_untagged_calls_are_served_and_not_staged(chatml_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    script = write_script(tmp_path, {"text": "one"})
+    async with serving(chatml_folder, script, monkeypatch) as (server, sink):
+        agent = Agent(server, "run.0.0.0")
+        answer = await agent.http.post(agent.path, json={"model": "policy", "messages": [USER]})
+        assert text_of(answer.json()) == "one"
+        assert sink.rows == {}
+
+
+async def test_prompt_beyond_the_window_is_a_client_error_without_coordinates(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    script = write_script(tmp_path, {"text": "one"})
+    async with serving(chatml_folder, script, monkeypatch, max_model_len=32) as (server, sink):
+        agent = Agent(server, "run.0.0.0")
+        admission = agent.admission()
+        long = {"role": "user", "content": "hello there " * 30}
+        answer = await agent.http.post(
+            agent.path, json={"model": "policy", "messages": [long]}, headers=agent.headers(admission)
+        )
+        assert answer.status_code == 400
+        assert "maximum context length" in answer.json()["error"]["message"]
+        assert await agent.outcome(admission.model_call_id) is None
+        assert (sink.rows, server.board.live_calls) == ({}, 0)
+
+
+async def test_probe_proves_this_engine_and_leaves_nothing_behind(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    script = write_script(tmp_path, {"text": "The capital of France is Paris."})
+    async with serving(chatml_folder, script, monkeypatch) as (server, sink):
+        found = await server.probe()
+        assert found["prefix_stable"] is True
+        assert found["equals_plain_rendering"] is True
+        assert sink.rows == {}
+
+
+async def test_probe_stops_a_begin_token_that_stands_twice(tmp_path: Path, monkeypatch: Any) -> None:
+    words = tokenizer("llama3")
+    folder = tmp_path / "model"
+    words.save_pretrained(folder)
+    template = words.chat_template
+    (folder / "chat_template.jinja").write_text("{{ '<|begin_of_text|>' }}" + template)
+    script = write_script(tmp_path, {"text": "The capital of France is Paris."})
+    async with serving(folder, script, monkeypatch) as (server, _):
+        with pytest.raises(ProbeFailed, match="2 begin-of-sequence tokens"):
+            await server.probe()
+
+
+async def test_worker_refuses_to_start_without_its_token(chatml_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    from workbench.capture.worker import WorkerConfig
+
+    monkeypatch.delenv("WORKBENCH_WORKER_TOKEN", raising=False)
+    config = WorkerConfig(model_path=str(chatml_folder), engine="scripted", script_path="unused")
+    with pytest.raises(SetupError, match="WORKBENCH_WORKER_TOKEN"):
+        await PolicyServer(config, MemorySink(), None).start()
