@@ -36,12 +36,19 @@ def breakable(tq):
     dataplane.start(storage_units=2, send_recv_timeout_s=5.0, max_attempts=1, start_timeout_s=90.0)
 
 
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 async def kill(actor):
     """SIGKILL the actor's process and wait until it is gone (a zombie counts), so that nothing answers any more."""
     pid = await actor.__ray_call__.remote(lambda _: os.getpid())
     os.kill(pid, signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+    while runs(pid):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
 
