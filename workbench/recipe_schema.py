@@ -143,6 +143,8 @@ class Rollouts(Section):
     """Groups whose agents run at once."""
     timeout_s: Seconds = 180.0
     """How long one rollout may take. Longer makes it a placeholder."""
+    stall_timeout_s: Seconds = 300.0
+    """The campaign ends when nothing at all has moved for this long. Longer than one optimiser step takes."""
 
 
 class Finalizer(Section):
@@ -188,6 +190,8 @@ class Train(Section):
     """How rewards become advantages."""
     timeout_s: Seconds = 600.0
     """How long one optimiser step may take."""
+    sync_timeout_s: Seconds = 120.0
+    """How long each part of a weight sync may take: publishing, loading, the proof. Live calls finish first."""
 
 
 class Proof(Section):
@@ -230,6 +234,11 @@ class Recipe(Section):
             raise ValueError(
                 f"ray.num_cpus: expected at least {needed} logical CPUs, because TransferQueue takes one for its "
                 f"controller and one for each of {self.data_plane.storage_units} storage units; got {self.ray.num_cpus}"
+            )
+        if self.rollouts.stall_timeout_s < self.train.sync_timeout_s:
+            raise ValueError(
+                f"rollouts.stall_timeout_s: expected at least train.sync_timeout_s ({self.train.sync_timeout_s:g}), "
+                f"so that a slow sync is not taken for a stall; got {self.rollouts.stall_timeout_s:g}"
             )
         if self.sampling.max_tokens >= self.model.max_model_len:
             raise ValueError(

@@ -127,6 +127,15 @@ def test_unverified_keeps_the_arrays_and_skips_the_digest() -> None:
     call = StagedCall.unverified(**fields)
     assert call.token_ids_delta is fields["token_ids_delta"]
     assert call.recompute_digest() != call.digest
+    assert StagedCall.unverified(**staged().__dict__) == staged()
+    assert StagedCall.unverified(**staged().__dict__).model_dump_json() == staged().model_dump_json()
+
+
+@pytest.mark.parametrize("change", [{"colour": "red"}, {"digest": ...}])
+def test_unverified_still_takes_the_records_fields_only(change: dict[str, Any]) -> None:
+    fields = {**staged().__dict__, **change}
+    with pytest.raises(WireError):
+        StagedCall.unverified(**{name: value for name, value in fields.items() if value is not ...})
 
 
 ROOT = {"rollout_id": "r", "model_call_id": "c", "mode": "text"}

@@ -72,7 +72,11 @@ def main() -> None:
 @click.option("--run", "run_name", help="Name of the run's directory; default: the recipe's name and the time.")
 def run(recipe: str, overrides: tuple[str, ...], run_name: str | None) -> None:
     """Run a campaign; leaves reports/RUN/ with the notebook and the records."""
-    checked_recipe(recipe, overrides)
+    from workbench.campaign.doctor import before_a_run
+
+    for finding in before_a_run(checked_recipe(recipe, overrides)):
+        if not finding.good:
+            raise SetupError(f"{finding.what}: {finding.found}; {finding.cure}")
     from workbench.campaign import runner
 
     sys.exit(runner.run_recipe(recipe, overrides, run_name))
@@ -109,7 +113,7 @@ def verify(run_dir: str) -> None:
     """Recompute every digest of a stored run; exit 1 when one does not hold."""
     from workbench.campaign import verify_run
 
-    result = verify_run.verify(Path(run_dir))
+    result = verify_run.verify_run(Path(run_dir))
     click.echo(result)
     sys.exit(0 if result.ok else 1)
 

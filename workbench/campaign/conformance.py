@@ -197,7 +197,8 @@ def _cases(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _split(kind: str, case: dict[str, Any]) -> tuple[Any, Any]:
     """Input without expectations, expectations without input."""
-    given, expected = case.get("input"), case.get("expect")
+    given: Any = case.get("input")
+    expected: Any = case.get("expect")
     if kind != "ledger":
         return given, expected
     # The ids of the rollout are an address, not an expectation; a ledger of failures alone names it nowhere else.

@@ -34,12 +34,13 @@ REMEMBERED_CALLS = 65_536
 class StagingSink(Protocol):
     """Where deltas become durable. Both forms return only when the row would survive this process; they raise else.
 
-    A sink may leave out `stage_async`; `stage` is then called in a thread.
+    What they return is ignored, except False and an object whose `ok` is False: those are refusals. A sink may leave
+    out `stage_async`; `stage` is then called in a thread.
     """
 
-    def stage(self, call: StagedCall) -> None: ...
+    def stage(self, call: StagedCall) -> Any: ...
 
-    async def stage_async(self, call: StagedCall) -> None: ...
+    async def stage_async(self, call: StagedCall) -> Any: ...
 
 
 @runtime_checkable

@@ -8,13 +8,14 @@ Not here: storing the delta and answering for it (`core`).
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from workbench.errors import CaptureError, WireError
-from workbench.wire import CaptureAdmission, Cause, StagedCall, extras_digest, staging_key
+from workbench.wire import EMPTY_EXTRAS_DIGEST, CaptureAdmission, Cause, StagedCall, extras_digest, staging_key
 from workbench.wire.digests import chain_encoded_ids, hash_call_columns, hash_encoded_ids
 from workbench.wire.encoding import BIG_ENDIAN_ID, Floats, TokenIds, big_endian, float32_array, token_array
 
@@ -36,13 +37,13 @@ class ActiveCall:
     weight_version: int
     prefix_token_ids: np.ndarray
     completed: bool = field(default=False, init=False)
-    encoded_ids: np.ndarray | None = field(default=None, init=False)
-    """The whole sequence as it was hashed, `>u8`[cum_len], once the delta was built."""
+    delta_ids: np.ndarray | None = field(default=None, init=False)
+    """The staged delta, uint64[delta_len], once it was built."""
 
     @property
     def token_ids(self) -> np.ndarray | None:
         """The whole sequence, uint64[cum_len], once the delta was built; what a child's prompt must begin with."""
-        return None if self.encoded_ids is None else self.encoded_ids.astype(np.uint64)
+        return None if self.delta_ids is None else np.concatenate((self.prefix_token_ids, self.delta_ids))
 
     @property
     def key(self) -> str:
@@ -85,14 +86,14 @@ def build_delta(
     if delta_len == 0:
         raise CaptureFailed(Cause.INVALID_STAGING_ROW, f"call {call.key}: no token after the first {prev_len}")
     # Written straight into its big-endian form: one pass over the prompt, and the three hashes below share it.
-    ids_be_T = np.empty(cum_len, dtype=BIG_ENDIAN_ID)
+    ids_be_T = _scratch(cum_len)
     ids_be_T[: prompt_T.size] = prompt_T
     ids_be_T[prompt_T.size :] = generated_T
     mask_T = np.ones(delta_len, dtype=np.float32)
     mask_T[:carry] = 0.0
     logprobs_T = np.zeros(delta_len, dtype=np.float32)
     logprobs_T[carry:] = sampled_T
-    identity = {
+    identity: dict[str, Any] = {
         "rollout_id": admission.rollout_id,
         "model_call_id": admission.model_call_id,
         "parent_call_id": admission.parent_call_id,
@@ -103,8 +104,8 @@ def build_delta(
         "weight_version": call.weight_version,
     }
     try:
-        hashes = {
-            "extras_digest": extras_digest(extras),
+        hashes: dict[str, Any] = {
+            "extras_digest": EMPTY_EXTRAS_DIGEST if extras is None else extras_digest(extras),
             "chain_hash": chain_encoded_ids(admission.parent_chain_hash, ids_be_T[prev_len:]),
             "cumulative_hash": hash_encoded_ids(ids_be_T),
         }
@@ -117,16 +118,27 @@ def build_delta(
         )
     except WireError as error:
         raise CaptureFailed(Cause.INVALID_STAGING_ROW, f"call {call.key}: {error}") from error
-    call.encoded_ids = ids_be_T
+    call.delta_ids = ids_be_T[prev_len:].astype(np.uint64)
     return StagedCall.unverified(
         **identity,
         **hashes,
         digest=digest,
-        token_ids_delta=ids_be_T[prev_len:].astype(np.uint64),
+        token_ids_delta=call.delta_ids,
         token_mask_delta=mask_T,
         generation_log_probs_delta=logprobs_T,
         extras=extras,
     )
+
+
+_thread = threading.local()
+
+
+def _scratch(count: int) -> np.ndarray:
+    """`>u8`[count] of this thread, overwritten by its next call: fresh memory would cost more than filling it."""
+    buffer: np.ndarray | None = getattr(_thread, "buffer", None)
+    if buffer is None or buffer.size < count:
+        buffer = _thread.buffer = np.empty(max(count, 4096) * 5 // 4, dtype=BIG_ENDIAN_ID)
+    return buffer[:count]
 
 
 def _engine_columns(

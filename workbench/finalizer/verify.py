@@ -260,7 +260,7 @@ def _linearize(receipt: RolloutReceipt, records: dict[str, CallRecord], checked:
         record, call_id = link.record, link.record.model_call_id
         # Encoded a second time rather than kept from the first: fresh memory costs more than the conversion.
         ids_be_T = big_endian(link.ids)
-        cumulative.update(ids_be_T)
+        cumulative.update(ids_be_T.data)
         running = chain_encoded_ids(running, ids_be_T)
         if running != record.chain_hash:
             detail = f"the deltas up to here chain to {running}, the manifest says {record.chain_hash}"

@@ -4,6 +4,7 @@ Inspectors take a run (or its frames) and give objects that show themselves as a
 `PrefixChain`, `TokenStrip`, `PoisonTable`, `LogprobDelta`, `CaptureRate`, `RewardCurve`. `snapshot()` is that form.
 """
 
+from workbench.inspect.choose import telling_rollout
 from workbench.inspect.figures import CaptureRate, RewardCurve
 from workbench.inspect.logprobs import LogprobDelta
 from workbench.inspect.prefix_chain import PrefixChain
@@ -19,4 +20,5 @@ __all__ = [
     "RewardCurve",
     "Snapshot",
     "TokenStrip",
+    "telling_rollout",
 ]

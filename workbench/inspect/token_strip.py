@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import polars as pl
 from matplotlib.figure import Figure
 
@@ -33,6 +32,7 @@ _BODY = (
     "white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid rgba(128,128,128,.35);border-radius:6px;"
     "padding:8px 12px"
 )
+_RIBBON = 1_200
 _CALL = "display:block;font-size:10.5px;opacity:.6;line-height:1.3;margin-top:6px"
 
 
@@ -83,42 +83,41 @@ class TokenStrip(StaticView):
 
     def draw(self) -> Figure:
         figure, (roles, likely, delta) = panels(2.5, rows=3, height_ratios=[0.34, 1, 1])
-        count = self.tokens.height
-        x = np.arange(count)
-        sampled = self.tokens["sampled"].to_numpy()
-        roles.bar(x[~sampled], 0.45, width=1.0, color=CARRY, label="carried")
-        roles.bar(x[sampled], 1, width=1.0, color=SAMPLED, label="sampled")
+        ribbon = _ribbon(self.tokens)
+        x, size = ribbon["position"].to_numpy(), int(ribbon["size"].max() or 1)
+        width = max(0.5, min(2.4, 620 / max(1, ribbon.height)))
+        share = ribbon["sampled"].to_numpy()
+        roles.fill_between(x, 0.45 * (share < 1), color=CARRY, step="mid", lw=0)
+        roles.fill_between(x, share, color=SAMPLED, step="mid", lw=0)
         roles.set_yticks([])
         roles.set_xticks([])
         roles.grid(False)
         roles.set_ylabel("carried ▁\nsampled █", fontsize=8, rotation=0, ha="right", va="center")
         roles.spines["left"].set_visible(False)
+        roles.set_ylim(0, 1)
         calls = self.tokens["model_call_id"].to_list()
-        starts = [i for i in range(count) if i == 0 or calls[i] != calls[i - 1]]
-        for n, at in enumerate(starts):
+        starts = [i for i in range(len(calls)) if i == 0 or calls[i] != calls[i - 1]]
+        for n, at in enumerate(starts if len(starts) <= 40 else []):
             roles.axvline(at - 0.5, color="black", lw=1.0)
             if len(starts) <= 14:
                 roles.text(at, 1.12, f" call {n + 1}", fontsize=7, va="bottom", transform=roles.get_xaxis_transform())
-        roles.set_ylim(0, 1)
-        roles.set_xlim(-0.5, max(1, count) - 0.5)
 
-        values = self.tokens["logprob"].to_numpy()
-        likely.vlines(x[sampled], values[sampled], 0, color=TRAINED, lw=max(0.4, min(2.2, 620 / max(1, count))))
+        some = ribbon.drop_nulls("logprob")
+        likely.vlines(some["position"].to_numpy(), some["logprob"].to_numpy(), 0, color=TRAINED, lw=width)
         likely.set_ylabel("sampler\nlog-prob", fontsize=8)
         likely.set_xticks([])
-        likely.set_xlim(-0.5, max(1, count) - 0.5)
-        known = self.tokens.with_row_index("at").drop_nulls("delta")
+        for ax in (roles, likely, delta):
+            ax.set_xlim(-0.5, max(1, self.tokens.height) - 0.5)
+        known = ribbon.drop_nulls("delta")
         if known.is_empty():
             say_nothing_to_show(delta, "the trainer has not scored these tokens")
             return figure
-        at, d = known["at"].to_numpy(), known["delta"].to_numpy()
-        width = max(0.5, min(2.4, 620 / max(1, count)))
+        at, d = known["position"].to_numpy(), known["delta"].to_numpy()
         delta.vlines(at[d < 0], d[d < 0], 0, color=TRAINED, lw=width)
         delta.vlines(at[d >= 0], 0, d[d >= 0], color=SAMPLED, lw=width)
         delta.axhline(0, color=MUTED, lw=0.8)
         delta.set_ylabel("Δ trainer", fontsize=8)
-        delta.set_xlabel("position in the row")
-        delta.set_xlim(-0.5, max(1, count) - 0.5)
+        delta.set_xlabel("position in the row" + (f"; a line is the largest of {size} tokens" if size > 1 else ""))
         return figure
 
     def html(self) -> str:
@@ -161,6 +160,29 @@ class TokenStrip(StaticView):
                 last_call = call
             out.append(_span(piece, sampled=bool(sampled[piece.start])))
         return "".join(out)
+
+
+def _ribbon(tokens: pl.DataFrame) -> pl.DataFrame:
+    """At most `_RIBBON` lines for the whole row: each the most telling of the tokens it stands for.
+
+    Columns: position (of the first), size (tokens a line), sampled (share), logprob (the least likely sampled one),
+    delta (the largest by size, with its sign); null where there is none.
+    """
+    size = max(1, -(-tokens.height // _RIBBON))
+    seen = pl.when(pl.col("sampled")).then(pl.col("logprob"))
+    return (
+        tokens.lazy()
+        .with_row_index("at")
+        .group_by((pl.col("at") // size).alias("bin"), maintain_order=True)
+        .agg(
+            pl.col("at").first().cast(pl.Int64).alias("position"),
+            pl.lit(size, dtype=pl.Int64).alias("size"),
+            pl.col("sampled").mean().alias("sampled"),
+            seen.min().alias("logprob"),
+            pl.col("delta").drop_nulls().sort_by(pl.col("delta").drop_nulls().abs()).last().alias("delta"),
+        )
+        .collect()
+    )
 
 
 def _span(piece: Piece, *, sampled: bool) -> str:

@@ -49,6 +49,8 @@ def load_vocabulary(path: Path) -> Vocabulary:
     """The vocabulary in a `vocabulary.json` or `tokenizer.json`. Raises RunStoreError for a file that is neither."""
     try:
         tree = orjson.loads(path.read_bytes())
+        if not isinstance(tree, dict):
+            raise TypeError("expected a JSON object")
         if "pieces" in tree:
             return Vocabulary(
                 pieces={int(i): bytes.fromhex(piece) for i, piece in tree["pieces"].items()},

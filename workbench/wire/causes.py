@@ -18,7 +18,7 @@ class Cause(StrEnum):
     family: str
     explanation: str
 
-    def __new__(cls, value: str, family: str, explanation: str) -> Cause:
+    def __new__(cls, value: str, family: str = "", explanation: str = "") -> Cause:
         member = str.__new__(cls, value)
         member._value_ = value
         member.family = family

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from typing import Final
 
 import numpy as np
 
@@ -29,8 +30,8 @@ from workbench.wire.encoding import (
 )
 from workbench.wire.extras import EXTRAS_DIGEST_VERSION
 
-SCHEMA_VERSION = 2
-DIGEST_VERSION = 2
+SCHEMA_VERSION: Final = 2
+DIGEST_VERSION: Final = 2
 
 _PREFIX_DOMAIN = b"nemo-gym-staging-prefix-v2"
 _CHAIN_DOMAIN = b"nemo-gym-staging-chain-v1"
@@ -61,7 +62,7 @@ def hash_token_ids(token_ids: TokenIds) -> str:
 def hash_encoded_ids(ids_be_T: np.ndarray) -> str:
     """`hash_token_ids` of a column that is `>u8` already."""
     digest = prefix_hasher(ids_be_T.size)
-    digest.update(ids_be_T)
+    digest.update(ids_be_T.data)
     return digest.hexdigest()
 
 
@@ -82,7 +83,7 @@ def chain_encoded_ids(parent_chain_hash: str | None, ids_be_T: np.ndarray) -> st
     else:
         head = b"\x01" + digest_bytes(parent_chain_hash, "parent_chain_hash")
     digest = hashlib.sha256(_CHAIN_DOMAIN + head + _COUNT.pack(ids_be_T.size))
-    digest.update(ids_be_T)
+    digest.update(ids_be_T.data)
     return digest.hexdigest()
 
 
@@ -228,7 +229,7 @@ def hash_call_columns(
     digest = hashlib.sha256(b"".join(head))
     for column in (ids_be_T, mask_be_T, logprobs_be_T):
         digest.update(_COLUMN_HEAD.pack(8 + column.nbytes, column.size))
-        digest.update(column)
+        digest.update(column.data)
     digest.update(
         digest_bytes(extras_digest, "extras_digest")
         + b"\x01"

@@ -25,7 +25,7 @@ Floats = Sequence[float] | np.ndarray
 
 U64_MAX = 2**64 - 1
 BIG_ENDIAN_ID = np.dtype(">u8")
-_BIG_ENDIAN = {
+_BIG_ENDIAN: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.uint64): BIG_ENDIAN_ID,
     np.dtype(np.float32): np.dtype(">f4"),
     BIG_ENDIAN_ID: BIG_ENDIAN_ID,

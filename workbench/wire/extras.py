@@ -14,12 +14,12 @@ import hashlib
 import math
 import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from workbench.errors import WireError
 from workbench.wire.encoding import text, u64
 
-EXTRAS_DIGEST_VERSION = 1
+EXTRAS_DIGEST_VERSION: Final = 1
 EXTRAS_DOMAIN = b"nemo-gym-staging-extras-v1"
 
 # The keys, named once.

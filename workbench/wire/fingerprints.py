@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -30,7 +30,7 @@ _CONVERSATION_DOMAIN = b"nemo-gym-lineage-context"
 _TEXT_TYPES = frozenset({"", "text", "input_text", "output_text"})
 _TOOL_TYPES = frozenset({"tool_use", "tool_result"})
 
-Item = dict[str, Any]
+Item = Mapping[str, Any]
 
 
 def assistant_fingerprint(items: Sequence[Item] | None) -> str:

@@ -212,7 +212,17 @@ class StagedCall(DigestedRecord):
 
         For a writer that has just computed the digests and for a reader whose rows go to `verify_and_linearize`.
         """
-        return cls.model_construct(**fields)
+        given = fields.keys()
+        if not (given >= _STAGED_REQUIRED and given <= _STAGED_TEMPLATE.keys()):
+            missing, unknown = sorted(_STAGED_REQUIRED - given), sorted(given - _STAGED_TEMPLATE.keys())
+            raise WireError(f"a staged call lacks {missing} and does not know {unknown}")
+        # `model_construct` does the same four assignments in five times the time, and this runs for every call.
+        call = cls.__new__(cls)
+        object.__setattr__(call, "__dict__", {**_STAGED_TEMPLATE, **fields})
+        object.__setattr__(call, "__pydantic_fields_set__", set(given))
+        object.__setattr__(call, "__pydantic_extra__", None)
+        object.__setattr__(call, "__pydantic_private__", None)
+        return call
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StagedCall):
@@ -227,6 +237,11 @@ class StagedCall(DigestedRecord):
 
     def __hash__(self) -> int:
         return hash((self.rollout_id, self.model_call_id, self.digest))
+
+
+_STAGED_REQUIRED = {name for name, info in StagedCall.model_fields.items() if info.is_required()}
+# In the record's order, which is the order a dump is written in.
+_STAGED_TEMPLATE = {name: info.default for name, info in StagedCall.model_fields.items()}
 
 
 class CommitCoords(DigestedRecord):

@@ -22,7 +22,7 @@ ROUTES_MAGIC = "nrlre1"
 NO_ROUTE = -1
 LEGACY_DTYPE = "legacy-int"
 
-_WIRE_DTYPES = {"int8": np.dtype("<i1"), "int16": np.dtype("<i2"), "int32": np.dtype("<i4")}
+_WIRE_DTYPES: dict[str, np.dtype[Any]] = {"int8": np.dtype("<i1"), "int16": np.dtype("<i2"), "int32": np.dtype("<i4")}
 # An unsigned id needs the next signed width, so that −1 and the largest id both fit.
 _WIDENED = {"int8": "int8", "uint8": "int16", "int16": "int16", "uint16": "int32", "int32": "int32"}
 _SHAPE = re.compile(r"([1-9][0-9]{0,17})x([1-9][0-9]{0,17})x([1-9][0-9]{0,17})", re.ASCII)

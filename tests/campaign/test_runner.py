@@ -1,0 +1,182 @@
+"""The runner: whatever ends a run, the notebook says so truly, the exit code is right, and nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import orjson
+import psutil
+import pytest
+
+from workbench.campaign.notebook_file import check_parameters, parameter_names
+from workbench.campaign.runner import new_run_dir
+from workbench.errors import RecipeError, SetupError
+from workbench.places import shipped
+
+CASE = Path(__file__).with_name("runner_case.py")
+
+START = """
+import asyncio, os, pathlib, signal, subprocess, sys
+here = pathlib.Path(run_dir)
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+(here / "pids").write_text(f"{os.getpid()} {child.pid}")
+"""
+WAIT = """
+try:
+    (here / "waiting").touch()
+    await asyncio.sleep(600)
+except asyncio.CancelledError:
+    (here / "closed").touch()
+    raise
+"""
+STUBBORN = """
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+(here / "waiting").touch()
+import time
+time.sleep(600)
+"""
+
+
+def notebook(path: Path, *cells: str) -> Path:
+    parameters = nbformat.v4.new_code_cell("run_dir = None", metadata={"tags": ["parameters"]})
+    book = nbformat.v4.new_notebook(cells=[parameters, *(nbformat.v4.new_code_cell(source) for source in cells)])
+    nbformat.write(book, path)
+    return path
+
+
+class Case:
+    """A runner in a process of its own, with the pids its kernel reported."""
+
+    def __init__(self, run_dir: Path, *cells: str, grace_s: float = 30.0) -> None:
+        run_dir.mkdir()
+        self.run_dir = run_dir
+        path = notebook(run_dir.parent / f"{run_dir.name}.ipynb", *cells)
+        self.process = subprocess.Popen(
+            [sys.executable, str(CASE), str(run_dir), str(path), str(grace_s)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        )
+
+    def until(self, name: str, timeout_s: float = 40.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not (self.run_dir / name).exists():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, f"{name} did not appear"
+            time.sleep(0.05)
+
+    def end(self, timeout_s: float = 40.0) -> int:
+        self.out, self.err = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode
+
+    @property
+    def pids(self) -> list[int]:
+        return [int(pid) for pid in (self.run_dir / "pids").read_text().split()]
+
+    @property
+    def executed(self) -> nbformat.NotebookNode:
+        return nbformat.read(self.run_dir / "campaign.ipynb", as_version=4)
+
+    def statuses(self) -> list[str]:
+        return [c.metadata["papermill"]["status"] for c in self.executed.cells if c.cell_type == "code"]
+
+
+def assert_gone(pids: list[int]) -> None:
+    alive = [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+    assert alive == []
+
+
+@pytest.mark.kernel
+def test_a_notebook_that_ends_well_is_done_and_leaves_no_child(tmp_path):
+    case = Case(tmp_path / "run", START, "print('hello')")
+    assert case.end() == 0, case.err
+    assert case.executed.metadata.papermill.status == "done"
+    assert set(case.statuses()) == {"completed"}
+    assert "widgets" not in case.executed.metadata
+    page = (tmp_path / "run" / "campaign.html").read_text()
+    assert "hello" in page and "<script" not in page and "http" not in page.split("<body>")[1]
+    assert_gone(case.pids)
+
+
+@pytest.mark.kernel
+def test_a_failing_cell_is_a_failed_run_with_the_exit_code_of_its_error(tmp_path):
+    failing = "from workbench.errors import SetupError\nraise SetupError('port 8000 is in use')"
+    case = Case(tmp_path / "run", START, failing, "print('never')")
+    assert case.end() == SetupError.exit_code
+    assert case.executed.metadata.papermill.status == "failed"
+    assert case.statuses()[-2:] == ["failed", "not run"]
+    banner = case.executed.cells[0].source
+    assert "failed" in banner and "SetupError: port 8000 is in use" in banner
+    assert "papermill-error-cell" not in str(case.executed)
+    assert_gone(case.pids)
+
+
+@pytest.mark.kernel
+def test_a_killed_kernel_is_a_failed_run_in_seconds(tmp_path):
+    case = Case(tmp_path / "run", START, WAIT, "print('never')")
+    case.until("waiting")
+    began = time.monotonic()
+    os.kill(case.pids[0], signal.SIGKILL)
+    assert case.end() == 1
+    assert time.monotonic() - began < 20
+    assert case.executed.metadata.papermill.status == "failed"
+    assert case.executed.metadata.papermill.exception == "DeadKernelError"
+    assert case.statuses()[-2:] == ["failed", "not run"]
+    assert "the kernel process is gone" in case.executed.cells[0].source
+    status = orjson.loads((tmp_path / "run" / "status.json").read_bytes())
+    assert status["status"] == "failed" and "DeadKernelError" in status["error"]
+    assert_gone(case.pids)
+
+
+@pytest.mark.kernel
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_run_closes_itself_first_and_is_killed(tmp_path, number):
+    case = Case(tmp_path / "run", START, WAIT, "print('never')")
+    case.until("waiting")
+    case.process.send_signal(number)
+    assert case.end() == 128 + number
+    assert (tmp_path / "run" / "closed").exists()
+    assert case.executed.metadata.papermill.status == "killed"
+    assert case.statuses()[-2:] == ["killed", "not run"]
+    assert signal.Signals(number).name in case.executed.cells[0].source
+    assert orjson.loads((tmp_path / "run" / "status.json").read_bytes())["status"] == "killed"
+    assert_gone(case.pids)
+
+
+@pytest.mark.kernel
+def test_a_cell_that_ignores_the_interrupt_is_killed_after_the_grace(tmp_path):
+    case = Case(tmp_path / "run", START, STUBBORN, grace_s=1.0)
+    case.until("waiting")
+    case.process.send_signal(signal.SIGINT)
+    assert case.end() == 128 + signal.SIGINT
+    assert case.executed.metadata.papermill.status == "killed"
+    assert_gone(case.pids)
+
+
+def test_an_unknown_parameter_is_refused_with_the_nearest_one(tmp_path):
+    with pytest.raises(RecipeError, match=r"no parameter 'recipee'; did you mean 'recipe'\?"):
+        check_parameters(shipped("notebooks") / "10_campaign.ipynb", {"recipee": "x"})
+
+
+def test_annotated_parameters_are_seen(tmp_path):
+    book = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell("a: int | None = None\nb = 1", metadata={"tags": ["parameters"]})]
+    )
+    nbformat.write(book, tmp_path / "n.ipynb")
+    assert parameter_names(tmp_path / "n.ipynb") == ["a", "b"]
+
+
+def test_a_run_name_that_is_taken_is_refused_and_a_default_one_counts_up(tmp_path):
+    (tmp_path / "first").mkdir()
+    (tmp_path / "first" / "steps.jsonl").touch()
+    with pytest.raises(SetupError, match="already holds a run"):
+        new_run_dir(tmp_path, "first", named=True)
+    (tmp_path / "first-1").mkdir()
+    assert new_run_dir(tmp_path, "first", named=False).name == "first-2"

@@ -1,0 +1,135 @@
+"""Verification of a stored run: everything holds, and one changed bit anywhere is found and named."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import orjson
+import pyarrow.parquet as pq
+import pytest
+from stored_run import make_run, rewrite_json_line
+
+from workbench.campaign.verify_run import VerifyReport, verify_run
+from workbench.errors import RunStoreError
+from workbench.runs import schema
+from workbench.runs.writer import write_part
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    return make_run(tmp_path_factory.mktemp("verify") / "stored", steps=1)
+
+
+@pytest.fixture
+def run_dir(original, tmp_path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "stored"))
+
+
+def change_part(path: Path, table: str, change: Callable[[list[dict]], None]) -> None:
+    rows = pq.read_table(path).to_pylist()
+    change(rows)
+    names = [column.name for column in schema.columns(table)]
+    write_part(path, table, {name: [row[name] for row in rows] for name in names})
+
+
+def only_difference(report: VerifyReport, file: str, rollout: str, what: str) -> None:
+    assert not report.ok
+    assert {d.file for d in report.differences} == {file}, str(report)
+    assert {d.rollout_id for d in report.differences} == {rollout}, str(report)
+    assert any(what in d.what for d in report.differences), str(report)
+
+
+def test_a_run_as_it_was_written_holds(original):
+    report = verify_run(original)
+    assert report.ok, str(report)
+    assert (report.groups, report.rollouts, report.rows_valid) == (2, 8, 6)
+    assert report.calls > 16 and report.ledger_rows == report.calls and report.tokens > 500
+    assert repr(report).endswith("every digest and row holds")
+
+
+def test_one_changed_token_of_a_call_is_found(run_dir):
+    def change(rows):
+        row = next(r for r in rows if r["rollout_id"] == "stored.0.0.0" and r["disposition"] == "staged")
+        row["token_ids"][3] += 1
+
+    change_part(run_dir / "calls" / "g00000.parquet", "calls", change)
+    report = verify_run(run_dir)
+    assert {"calls/g00000.parquet", "rows/g00000.parquet"} == {d.file for d in report.differences}
+    assert {d.rollout_id for d in report.differences} == {"stored.0.0.0"}
+    whats = " ".join(d.what for d in report.differences)
+    assert "digest is" in whats and "chain_hash is" in whats and "cumulative_hash is" in whats
+    assert "cause is None, recomputed 'corrupt_digest'" in whats
+
+
+def test_one_changed_token_of_a_side_branch_is_found(run_dir):
+    def change(rows):
+        row = next(r for r in rows if r["rollout_id"] == "stored.0.2.0" and r["on_chain"] is False)
+        row["logprobs"][-1] -= 0.25
+
+    change_part(run_dir / "calls" / "g00000.parquet", "calls", change)
+    assert not verify_run(run_dir).ok
+
+
+def test_changed_extras_are_found(run_dir):
+    def change(rows):
+        row = next(r for r in rows if r["rollout_id"] == "stored.0.0.0" and r["disposition"] == "staged")
+        row["extras"] = orjson.dumps({**orjson.loads(row["extras"]), "finish_reason": "length"}).decode()
+
+    change_part(run_dir / "calls" / "g00000.parquet", "calls", change)
+    assert any("extras_digest is" in d.what for d in verify_run(run_dir).differences)
+
+
+def test_one_changed_bit_of_a_rows_logprob_is_found_with_its_position(run_dir):
+    def change(rows):
+        at = rows[1]["token_mask"].index(1)
+        rows[1]["logprobs"][at] *= 1 + 2**-20
+
+    change_part(run_dir / "rows" / "g00000.parquet", "rows", change)
+    report = verify_run(run_dir)
+    only = [d for d in report.differences if d.file.startswith("rows/")]
+    assert len(only) == 1 and "logprobs differs at 1 positions, first at" in only[0].what
+
+
+def test_a_rejected_rollout_made_valid_is_found(run_dir):
+    def change(rows):
+        rows[1]["sample_mask"], rows[1]["cause"] = 1, None
+
+    change_part(run_dir / "rows" / "g00001.parquet", "rows", change)
+    report = verify_run(run_dir)
+    assert any("sample_mask is 1, recomputed 0" in d.what for d in report.differences)
+
+
+def test_a_changed_receipt_is_found(run_dir):
+    rewrite_json_line(run_dir / "receipts" / "g00000.jsonl", 0, {"reward": 0.99})
+    only_difference(verify_run(run_dir), "rows/g00000.parquet", "stored.0.0.0", "reward is")
+
+
+def test_a_changed_ledger_row_is_found(run_dir):
+    rewrite_json_line(run_dir / "ledger" / "stored.0.0.0.lineage.jsonl", 1, {"staging_digest": "0" * 64})
+    only_difference(verify_run(run_dir), "ledger/stored.0.0.0.lineage.jsonl", "stored.0.0.0", "digest is '000")
+
+
+def test_a_missing_and_a_damaged_part_are_named(run_dir):
+    (run_dir / "calls" / "g00000.parquet").unlink()
+    part = run_dir / "rows" / "g00001.parquet"
+    part.write_bytes(part.read_bytes()[:-40])
+    files = {d.file for d in verify_run(run_dir).differences}
+    assert {"calls/g00000.parquet", "rows/g00001.parquet"} <= files
+
+
+def test_a_trainer_record_of_other_numbers_is_found(run_dir):
+    def change(rows):
+        record = next(r for r in rows if r["sample_mask"] == 1)
+        at = next(i for i, d in enumerate(record["delta"]) if d)
+        record["delta"][at] += 0.5
+
+    change_part(run_dir / "train" / "step-1.parquet", "train", change)
+    report = verify_run(run_dir)
+    assert [d.file for d in report.differences] == ["train/step-1.parquet"]
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path):
+    with pytest.raises(RunStoreError, match="No run in"):
+        verify_run(tmp_path)

@@ -1,0 +1,214 @@
+"""Inspectors: deterministic, static, bounded, and true to the frames they are given."""
+
+from __future__ import annotations
+
+import re
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from PIL import Image
+from stored_run import StoredRun, make_run
+
+from workbench import runs
+from workbench.errors import RunStoreError
+from workbench.inspect import (
+    CaptureRate,
+    LogprobDelta,
+    PoisonTable,
+    PrefixChain,
+    RewardCurve,
+    TokenStrip,
+    telling_rollout,
+)
+from workbench.inspect.logprobs import delta_numbers, shift_of_best_fit
+
+FOREIGN = Path(__file__).parents[1] / "conformance" / "foreign_ledger" / "ledger"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> runs.Run:
+    return runs.open(make_run(tmp_path_factory.mktemp("inspect") / "stored"))
+
+
+def views(run: runs.Run) -> list:
+    rollout_id = telling_rollout(run)
+    return [
+        PrefixChain(run, rollout_id),
+        TokenStrip(run, rollout_id),
+        PoisonTable(run),
+        LogprobDelta(run),
+        CaptureRate(run),
+        RewardCurve(run),
+    ]
+
+
+def test_a_view_is_the_same_text_and_the_same_pixels_every_time(run):
+    for one, other in zip(views(run), views(runs.open(run.path)), strict=True):
+        assert repr(one) == repr(other) and "0x" not in repr(one) and "\n" not in repr(one)
+        assert one.snapshot() == other.snapshot()
+
+
+def test_a_view_has_picture_and_text_without_script_or_network(run):
+    for view in views(run):
+        data, metadata = view._repr_mimebundle_()
+        assert set(data) == {"image/png", "text/html", "text/plain"}
+        assert data["text/plain"] == repr(view)
+        assert not re.search(r"<script|<link|<img|http|class=|on\w+=", data["text/html"]), view
+        image = Image.open(BytesIO(data["image/png"]))
+        assert image.width > 1_000 and metadata["image/png"]["width"] < 1_000
+        assert len(data["image/png"]) < 300_000 and len(data["text/html"]) < 100_000
+
+
+def test_a_view_shows_picture_and_text_as_two_outputs(run, monkeypatch):
+    published = []
+    monkeypatch.setattr("IPython.display.publish_display_data", lambda data, metadata=None: published.append(data))
+    CaptureRate(run)._ipython_display_()
+    kinds = [set(data) for data in published]
+    assert kinds == [{"image/png", "text/plain"}, {"text/html", "text/plain"}]
+
+
+def test_the_chain_says_what_is_on_it_and_what_is_beside(run):
+    chain = PrefixChain(run, "stored.0.1.0")
+    row = run.rollouts.filter(pl.col("rollout_id") == "stored.0.1.0").row(0, named=True)
+    assert repr(chain) == (
+        f"Rollout stored.0.1.0 · 4 calls · 1 retry · {row['tokens']} tokens ({row['sampled_tokens']} sampled) · "
+        f"reward {row['reward']:g} · verified"
+    )
+    html = chain.html()
+    for call in run.calls.filter(pl.col("rollout_id") == "stored.0.1.0").iter_rows(named=True):
+        assert call["model_call_id"][:8] in html and call["digest"][:8] in html
+    assert "retry: the same request again" in html and html.count("on the trained chain") == 3
+
+
+def test_a_rejected_rollout_shows_cause_and_the_call_that_is_near(run):
+    chain = PrefixChain(run, "stored.1.1.0")
+    assert repr(chain).endswith("rejected: unresolved_parent")
+    assert "history_edited" in chain.html() and "unresolved" in chain.to_text()
+
+
+def test_a_long_chain_is_bounded_and_says_so():
+    rows = [
+        {
+            "rollout_id": "r",
+            "model_call_id": f"{i:032x}",
+            "order": i + 1,
+            "mode": "token_in" if i else "text",
+            "parent_call_id": f"{i - 1:032x}" if i else None,
+            "delta_len": 10,
+            "cum_len": 10 * (i + 1),
+            "sampled_tokens": 4,
+            "weight_version": 0,
+            "finish_reason": "stop",
+            "digest": "ab" * 32,
+            "relation": "trained",
+            "failure_reason": None,
+            "detail": None,
+        }
+        for i in range(1_204)
+    ]
+    chain = PrefixChain(pl.DataFrame(rows, infer_schema_length=None))
+    data, _ = chain._repr_mimebundle_()
+    assert len(chain.places) == 1_204
+    assert "Showing 60 of 1,204 calls drawn and 200 listed" in data["text/html"]
+    assert sum(len(value) for value in data.values()) < 1_000_000
+
+
+def test_a_foreign_ledgers_chain_is_drawn_without_tokens():
+    ledger = runs.open_ledger(FOREIGN)
+    for rollout_id in ledger.rollouts["rollout_id"].to_list()[:8]:
+        shot = PrefixChain(ledger, rollout_id).snapshot()
+        assert shot.png is not None and rollout_id in shot.text
+
+
+def test_token_strip_shows_special_tokens_whole_characters_and_what_was_sampled(run):
+    strip = TokenStrip(run, "stored.0.1.0")
+    html = strip.html()
+    assert "&lt;|im_start|&gt;" in html and "🎲" in html and "\ufffd" not in html
+    tokens = run.tokens("stored.0.1.0")
+    assert html.count("<u ") == int(tokens["sampled"].sum())
+    assert "mean |Δ|" in repr(strip)
+
+
+def test_token_strip_is_bounded_and_says_so(run):
+    tokens = run.tokens("stored.0.1.0")
+    many = pl.concat([tokens] * 700).with_columns(pl.int_range(pl.len()).alias("position"))
+    strip = TokenStrip(many, vocabulary=run.vocabulary())
+    data, _ = strip._repr_mimebundle_()
+    assert many.height > 100_000
+    assert f"Showing tokens 0 to 1,500 of {many.height:,}" in data["text/html"]
+    assert sum(len(value) for value in data.values()) < 1_000_000
+
+
+def test_token_strip_without_a_vocabulary_shows_ids(run):
+    html = TokenStrip(run.tokens("stored.0.1.0")).html()
+    assert "No vocabulary at hand" in html and "256 " in html
+
+
+def test_causes_add_up_to_the_rejected_rollouts(run):
+    table = PoisonTable(run)
+    assert int(table.causes["rollouts"].sum()) == run.rollouts["cause"].is_not_null().sum() == 4
+    html = table.html()
+    assert "unresolved_parent" in html and "nonfinite_logprob" in html and "history_edited" in html
+
+
+def test_numbers_of_a_difference_are_upstreams_formulas():
+    d = np.array([0.1, -0.2, 0.0, 0.05])
+    numbers = delta_numbers(d)
+    assert numbers.token_mult_prob_error == pytest.approx(np.mean(np.exp(np.abs(d))))
+    assert numbers.gen_kl_error == pytest.approx(np.mean(np.exp(d) - d - 1))
+    assert numbers.mean_abs == pytest.approx(0.0875) and numbers.max_abs == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("shift", [-2, -1, 0, 1, 2])
+def test_a_shift_by_whole_tokens_is_found(run, shift):
+    frame = run.logprobs()
+    moved = [
+        part.with_columns(pl.Series("trainer_logprob", np.roll(part["logprob"].to_numpy(), shift)))
+        for _, part in frame.group_by("step", "rollout_id", maintain_order=True)
+    ]
+    assert shift_of_best_fit(pl.concat(moved)) == shift
+
+
+def test_a_shifted_run_says_so(run):
+    frame = run.logprobs()
+    moved = frame.with_columns(pl.col("logprob").shift(1, fill_value=-1.0).over("rollout_id").alias("trainer_logprob"))
+    moved = moved.with_columns((pl.col("trainer_logprob") - pl.col("logprob")).alias("delta"))
+    assert "SHIFTED BY +1" in repr(LogprobDelta(moved, vocabulary=run.vocabulary()))
+
+
+def test_an_empty_run_has_pictures_that_say_why_they_are_empty(tmp_path):
+    StoredRun(tmp_path / "empty").writer.close()
+    run = runs.open(tmp_path / "empty")
+    for view, words in (
+        (CaptureRate(run), "no step yet"),
+        (RewardCurve(run), "no valid rollout yet"),
+        (PoisonTable(run), "no rollout has been finalised yet"),
+        (LogprobDelta(run), "no token has been trained on yet"),
+    ):
+        assert words in repr(view) and view.snapshot().png
+    with pytest.raises(RunStoreError, match="no calls yet"):
+        telling_rollout(run)
+
+
+def test_a_run_without_rejections_says_so(tmp_path):
+    stored = StoredRun(tmp_path / "good")
+    stored.step(1, [["plain", "plain"]])
+    run = runs.open(stored.finish())
+    assert repr(PoisonTable(run)) == "Causes · none of 2 rollouts was rejected"
+    assert PoisonTable(run).snapshot().png
+
+
+def test_the_readers_own_matplotlib_settings_are_left_alone(run):
+    import matplotlib as mpl
+
+    before = dict(mpl.rcParams)
+    RewardCurve(run).snapshot()
+    assert dict(mpl.rcParams) == before
+
+
+def test_an_unknown_rollout_is_answered_with_what_there_is(run):
+    with pytest.raises(RunStoreError, match="No calls of rollout 'nobody' here; there are, for instance: stored"):
+        PrefixChain(run, "nobody")

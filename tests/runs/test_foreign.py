@@ -1,0 +1,84 @@
+"""Foreign ledgers: one written by the reference implementation opens as the same frames."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from workbench import runs
+from workbench.errors import RunStoreError
+from workbench.runs import frames
+
+FOREIGN = Path(__file__).parents[1] / "conformance" / "foreign_ledger"
+
+
+@pytest.fixture(scope="module")
+def ledger() -> runs.ForeignLedger:
+    return runs.open_ledger(FOREIGN / "ledger")
+
+
+@pytest.fixture(scope="module")
+def truth() -> dict[str, dict]:
+    rows = [json.loads(line) for line in (FOREIGN / "truth.jsonl").read_text().splitlines()]
+    return {row["rollout_id"]: row for row in rows}
+
+
+def test_every_rollout_call_and_failure_is_there(ledger, truth):
+    assert set(ledger.rollouts["rollout_id"]) == set(truth)
+    for row in ledger.rollouts.iter_rows(named=True):
+        expected = truth[row["rollout_id"]]
+        calls = ledger.calls.filter(pl.col("rollout_id") == row["rollout_id"])
+        failed = calls.filter(pl.col("failure_reason").is_not_null())
+        assert row["calls"] == expected["calls"] == calls.height - failed.height
+        found = [list(pair) for pair in failed.select("model_call_id", "failure_reason").rows()]
+        assert found == expected["failures"]
+        roots = calls.filter(pl.col("mode") == "text")
+        assert roots.height == expected["roots"]
+
+
+def test_the_terminal_is_the_one_the_reference_chose(ledger, truth):
+    for row in ledger.rollouts.iter_rows(named=True):
+        expected = truth[row["rollout_id"]]["heuristic"]
+        assert row["terminal_model_call_id"] == expected["terminal"]
+        if expected["terminal"] is None:
+            assert row["cause"] is not None and expected["reason"] in row["terminal_attribution_reason"]
+        else:
+            assert row["terminal_selection"] == "heuristic"
+
+
+def test_frames_have_the_columns_of_a_run(ledger):
+    assert dict(ledger.calls.schema).items() >= frames.polars_dtypes("calls").items()
+    assert dict(ledger.rollouts.schema).items() >= frames.polars_dtypes("rollouts").items()
+
+
+def test_a_ledger_has_no_tokens_and_says_so(ledger):
+    with pytest.raises(RunStoreError, match="custody only"):
+        ledger.tokens("g00-0-205727")
+    assert repr(ledger).endswith("no tokens")
+
+
+def test_opening_leaves_the_directory_as_it_was(tmp_path):
+    shutil.copytree(FOREIGN / "ledger", tmp_path / "ledger")
+    before = {path: path.read_bytes() for path in (tmp_path / "ledger").iterdir()}
+    opened = runs.open_ledger(tmp_path / "ledger")
+    assert opened.calls.height and opened.rollouts.height
+    assert {path: path.read_bytes() for path in (tmp_path / "ledger").iterdir()} == before
+
+
+def test_a_broken_file_is_one_rollout_with_its_reason(tmp_path):
+    shutil.copytree(FOREIGN / "ledger", tmp_path / "ledger")
+    path = tmp_path / "ledger" / "g00-1-7a8bc0.lineage.jsonl"
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([lines[0], b"{not json", *lines[1:]]) + b"\n")
+    opened = runs.open_ledger(tmp_path / "ledger")
+    broken = opened.rollouts.filter(pl.col("rollout_id") == "g00-1-7a8bc0").row(0, named=True)
+    assert "line 2" in broken["detail"] and opened.rollouts.height == 32
+
+
+def test_a_directory_without_ledgers_is_refused(tmp_path):
+    with pytest.raises(RunStoreError, match="No ledger in"):
+        runs.open_ledger(tmp_path)

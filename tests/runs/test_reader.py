@@ -1,0 +1,165 @@
+"""The reader: a run opens while it is written, after it ended and after it crashed, and its frames join by ids."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pytest
+from stored_run import END, StoredRun, make_run
+
+from workbench import runs
+from workbench.errors import RunStoreError
+from workbench.runs import frames, reader, schema
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> runs.Run:
+    return runs.open(make_run(tmp_path_factory.mktemp("runs") / "stored"))
+
+
+def test_every_frame_has_its_declared_columns_and_dtypes(run):
+    for table in ("campaign", "steps", "groups", "rollouts", "calls"):
+        frame = getattr(run, table)
+        declared = frames.polars_dtypes("campaigns" if table == "campaign" else table)
+        assert {name: frame.schema[name] for name in declared} == declared, table
+        assert frame.height > 0, table
+        assert frame["run"].to_list() == ["stored"] * frame.height, table
+
+
+def test_frames_join_by_ids(run):
+    per_group = run.rollouts.group_by("group_id").len().join(run.groups, on="group_id")
+    assert (per_group["len"] == per_group["rows"]).all()
+    assert set(run.calls["rollout_id"]) == set(run.rollouts["rollout_id"])
+    assert run.calls["group_id"].null_count() == 0
+    assert set(run.rollouts["step"]) == set(run.steps["step"])
+
+
+def test_the_campaign_row_says_what_there_is(run):
+    row = run.campaign.row(0, named=True)
+    assert (row["state"], row["steps"], row["groups"], row["rollouts"]) == ("finished", 2, 4, 16)
+    assert row["valid_rollouts"] == 12 and row["weight_version"] == 2
+    assert (row["model"], row["environment"], row["capture_enabled"]) == ("made-up", "guess_number", True)
+    assert repr(run) == "Run stored · finished · 2 steps · 4 groups · 12 of 16 rollouts valid · weight version 2"
+
+
+def test_relations_tell_what_each_call_is(run):
+    def words(rollout_id: str) -> list[str]:
+        return run.calls.filter(pl.col("rollout_id") == rollout_id).sort("order")["relation"].to_list()
+
+    assert words("stored.0.0.0") == ["trained", "trained"]
+    assert words("stored.0.1.0") == ["trained", "retry", "trained", "trained"]
+    assert words("stored.0.2.0") == ["trained", "trained", "trained", "branch", "trained"]
+    assert words("stored.1.1.0")[-1] == "unresolved"
+    assert words("stored.1.2.0")[-1] == "failed"
+
+
+def test_an_unresolved_call_carries_its_drift(run):
+    lost = run.calls.filter(pl.col("relation") == "unresolved").row(0, named=True)
+    assert lost["detail"] == "history_edited" and lost["near_item"] == 0
+    assert lost["near_call_id"] in run.calls["model_call_id"].to_list()
+
+
+def test_tokens_are_the_rows_own_ids_with_call_version_and_both_logprobs(run):
+    tokens = run.tokens("stored.0.1.0")
+    row = pl.read_parquet(run.path / "rows" / "g00000.parquet").filter(pl.col("rollout_id") == "stored.0.1.0")
+    assert tokens["token_id"].to_list() == row["token_ids"][0].to_list()
+    assert tokens["sampled"].to_list() == [bool(m) for m in row["token_mask"][0].to_list()]
+    sampled = tokens.filter("sampled")
+    assert sampled["delta"].null_count() == 0 and tokens.filter(~pl.col("sampled"))["delta"].null_count() > 0
+    gap = (sampled["trainer_logprob"] - sampled["logprob"] - sampled["delta"]).abs().max()
+    assert gap < 1e-5
+    chain = run.calls.filter((pl.col("rollout_id") == "stored.0.1.0") & pl.col("on_chain")).sort("order")
+    assert tokens["model_call_id"].unique(maintain_order=True).to_list() == chain["model_call_id"].to_list()
+    assert set(tokens["weight_version"]) == {0}
+
+
+def test_tokens_of_one_call_are_the_path_to_it(run):
+    calls = run.calls.filter(pl.col("rollout_id") == "stored.0.1.0").sort("order").to_dicts()
+    retry = next(call for call in calls if call["relation"] == "retry")
+    tokens = run.tokens("stored.0.1.0", retry["model_call_id"])
+    assert tokens.height == retry["cum_len"]
+    assert tokens["model_call_id"].unique(maintain_order=True).to_list() == [
+        retry["parent_call_id"],
+        retry["model_call_id"],
+    ]
+    assert tokens["token_id"][-1] == END
+
+
+def test_tokens_of_a_rejected_rollout_are_what_was_staged_not_its_placeholder(run):
+    rejected = run.rollouts.filter(pl.col("sample_mask") == 0).row(0, named=True)
+    tokens = run.tokens(rejected["rollout_id"])
+    assert tokens.height > rejected["tokens"] and tokens["trainer_logprob"].null_count() == tokens.height
+
+
+def test_logprobs_hold_every_trained_sampled_token_once(run):
+    table = run.logprobs()
+    expected = run.rollouts.filter(pl.col("sample_mask") == 1)["sampled_tokens"].sum()
+    assert table.height == expected
+    assert table.select("rollout_id", "position").is_duplicated().any() is False
+    assert np.isfinite(table["delta"].to_numpy()).all()
+
+
+def test_receipts_are_wire_records(run):
+    receipt = run.receipt("stored.0.1.0")
+    assert receipt.terminal_selection == "declared" and len(receipt.manifest) == 4
+    with pytest.raises(RunStoreError, match="No receipt"):
+        run.receipt("stored.9.9.9")
+
+
+def test_unknown_names_are_answered_with_what_there_is(run, tmp_path):
+    with pytest.raises(RunStoreError, match="no rollout 'nobody'; it has 16"):
+        run.tokens("nobody")
+    with pytest.raises(RunStoreError, match="no staged tokens of call 'x'"):
+        run.tokens("stored.0.0.0", "x")
+    with pytest.raises(RunStoreError, match="runs beside it: stored"):
+        runs.open(run.path.parent / "other")
+
+
+def test_a_run_is_readable_while_it_is_written(tmp_path):
+    stored = StoredRun(tmp_path / "live")
+    run = runs.open(tmp_path / "live")
+    assert run.campaign["state"][0] == "running" and run.steps.is_empty()
+    rollout, _ = stored.play("live.0.0.0", 2, kind="plain")
+    assert run.calls["rollout_id"].to_list() == ["live.0.0.0"] * len(rollout.ids)
+    assert run.calls["sampled_tokens"].null_count() == run.calls.height
+    stored.step(1, [["plain", "retry"]])
+    assert run.steps.height == 1 and run.rollouts.height == 2
+    stored.step(2, [["plain", "edit"]])
+    assert run.steps.height == 2 and run.groups["step"].to_list() == [1, 2]
+    stored.finish()
+    assert run.campaign["state"][0] == "finished"
+
+
+def test_a_crashed_run_opens_and_says_so(tmp_path):
+    stored = StoredRun(tmp_path / "crash")
+    stored.step(1, [["plain", "retry"]])
+    stored.writer.close()
+    with (tmp_path / "crash" / "events.jsonl").open("ab") as events:
+        events.write(b'{"at": 1.0, "kind": "torn')
+    run = runs.open(tmp_path / "crash")
+    row = run.campaign.row(0, named=True)
+    assert row["state"] == "interrupted" and "is gone" in row["error"]
+    assert run.rollouts.height == 2
+    assert "torn" not in run.events["kind"].to_list()
+
+
+def test_a_broken_line_before_others_is_named(tmp_path):
+    path = make_run(tmp_path / "broken", steps=1)
+    lines = (path / "groups.jsonl").read_bytes().splitlines()
+    (path / "groups.jsonl").write_bytes(b"{broken\n" + b"\n".join(lines) + b"\n")
+    with pytest.raises(RunStoreError, match=r"groups.jsonl, line 1 is not JSON"):
+        _ = runs.open(path).groups
+
+
+def test_an_unreadable_part_is_named(tmp_path):
+    path = make_run(tmp_path / "cut", steps=1)
+    part = path / "rows" / "g00000.parquet"
+    part.write_bytes(part.read_bytes()[:200])
+    with pytest.raises(RunStoreError, match=r"rows/g00000.parquet is not a readable part of table rows"):
+        _ = runs.open(path).rollouts
+
+
+def test_reading_adds_no_column_that_is_declared_twice():
+    for table, added in frames.ADDED.items():
+        assert not {column.name for column in added} & {column.name for column in schema.columns(table)}
+    assert "| `relation` |" in reader.docs()

@@ -1,0 +1,300 @@
+"""Fleet: start every part of a campaign in order, and leave nothing running when it ends.
+
+    Ray → TransferQueue → policy worker ∥ trainer ∥ finalizers → probe → gateway
+
+Invariants: each start has a deadline and names the part that missed it; whatever was started is stopped, in reverse
+order and each within a deadline, also when a later part fails to start.
+Not here: what the parts are used for (controller).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from workbench.capture import dataplane
+from workbench.config import Recipe
+from workbench.errors import ComponentDied, DeadlineExceeded, SetupError, WorkbenchError
+from workbench.gateway.client import ControlClient
+from workbench.gateway.process import GatewayProcess
+from workbench.models import resolve as resolve_model
+
+T = TypeVar("T")
+
+CONTROL_TOKEN = "WORKBENCH_CONTROL_TOKEN"
+WORKER_TOKEN = "WORKBENCH_WORKER_TOKEN"
+STOP_TIMEOUT_S = 20.0
+WORKER_CONCURRENCY = 64
+
+
+async def within(awaitable: Awaitable[T], timeout_s: float, component: str, doing: str) -> T:
+    """Await with a deadline, and turn a dead Ray actor into an error that names it.
+
+    Raises `DeadlineExceeded` after `timeout_s` seconds and `ComponentDied` where the actor or its node is gone.
+    A deliberate error raised inside the actor comes out as itself, not wrapped in Ray's.
+    """
+    import ray.exceptions as ray_errors
+
+    try:
+        return await asyncio.wait_for(_as_coroutine(awaitable), timeout_s)
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"{component} did not finish {doing} within {timeout_s:g} s. Next: workbench doctor, and the last events "
+            "of the run (events.jsonl)."
+        ) from None
+    except ray_errors.RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, WorkbenchError) else None
+        if cause is None:
+            raise
+        raise cause from None
+    except ray_errors.RayActorError as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ComponentDied(f"{component} died while {doing}: {first_line}") from None
+
+
+async def _as_coroutine(awaitable: Awaitable[T]) -> T:
+    return await awaitable
+
+
+class Fleet:
+    """The running parts of one campaign. Use as `async with Fleet(recipe, run_dir) as fleet`.
+
+    After entry: `worker`, `trainer`, `finalizers` (Ray actor handles), `control` (gateway control client),
+    `gateway_url`, `probe` (the start-up probe's report) and `timings_s` (seconds a part took to start).
+    """
+
+    def __init__(self, recipe: Recipe, run_dir: Path, on_phase: Callable[[str], None] = lambda phase: None) -> None:
+        self.recipe = recipe
+        self.run_dir = run_dir
+        self.timings_s: dict[str, float] = {}
+        self.probe: dict[str, Any] = {}
+        self._on_phase = on_phase
+        self._stops: list[tuple[str, Callable[[], Awaitable[None]]]] = []
+
+    async def __aenter__(self) -> Fleet:
+        try:
+            await self._start()
+        except BaseException:
+            await self._stop()
+            raise
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._stop()
+
+    async def _start(self) -> None:
+        recipe = self.recipe
+        self.model_path = model_path = resolve_model(recipe.model.path)
+        self._check_logical_cpus()
+        # Tokens of this run alone: made here, handed on through the environment, never written anywhere.
+        os.environ.setdefault(CONTROL_TOKEN, secrets.token_urlsafe(32))
+        os.environ.setdefault(WORKER_TOKEN, secrets.token_urlsafe(32))
+
+        await self._phase("ray", self._start_ray())
+        await self._phase("data plane", self._start_data_plane())
+        await self._phase("policy worker and trainer", self._start_actors(model_path))
+        await self._phase("probe", self._run_probe())
+        await self._phase("gateway", self._start_gateway())
+
+    async def _phase(self, name: str, start: Awaitable[None]) -> None:
+        self._on_phase(f"starting {name}")
+        began = time.monotonic()
+        await start
+        self.timings_s[name] = round(time.monotonic() - began, 3)
+
+    def _check_logical_cpus(self) -> None:
+        recipe = self.recipe
+        if recipe.ray.address != "local":
+            return
+        parts = {
+            "TransferQueue controller": 1,
+            "TransferQueue storage units (data_plane.storage_units)": recipe.data_plane.storage_units,
+            "policy worker": 1,
+            "trainer": 1,
+            "finalizers (finalizer.actors)": recipe.finalizer.actors,
+        }
+        needed = sum(parts.values())
+        if recipe.ray.num_cpus < needed:
+            raise SetupError(
+                f"ray.num_cpus is {recipe.ray.num_cpus}, but this recipe needs {needed} logical CPUs ("
+                + ", ".join(f"{name}: {count}" for name, count in parts.items())
+                + f"). Next: set ray.num_cpus={needed} (a logical count, it may exceed the machine's cores)."
+            )
+
+    async def _start_ray(self) -> None:
+        import ray
+
+        recipe, plane = self.recipe, self.recipe.data_plane
+        if ray.is_initialized():
+            raise SetupError("Ray is already running in this process. Next: ray.shutdown(), or start a new kernel.")
+        # Socket paths under Ray's temporary directory must stay below 107 bytes, whatever TMPDIR is here.
+        temp_dir = tempfile.mkdtemp(prefix="wb-ray-", dir="/tmp")
+
+        def init() -> None:
+            options: dict[str, Any] = {
+                "log_to_driver": False,
+                "include_dashboard": False,
+                "runtime_env": {
+                    "env_vars": {
+                        WORKER_TOKEN: os.environ[WORKER_TOKEN],
+                        **dataplane.environment(plane.send_recv_timeout_s, plane.max_attempts),
+                    }
+                },
+            }
+            if recipe.ray.address == "local":
+                options |= {"address": "local", "num_cpus": recipe.ray.num_cpus, "_temp_dir": temp_dir}
+            else:
+                options |= {"address": recipe.ray.address}
+            ray.init(**options)
+
+        async def stop() -> None:
+            await asyncio.to_thread(ray.shutdown)
+            shutil.rmtree(temp_dir, ignore_errors=True)
+
+        self._stops.append(("ray", stop))
+        await within(asyncio.to_thread(init), 120.0, "Ray", "starting")
+
+    async def _start_data_plane(self) -> None:
+        plane = self.recipe.data_plane
+
+        async def stop() -> None:
+            await asyncio.to_thread(dataplane.stop)
+
+        self._stops.append(("data plane", stop))
+        await within(
+            asyncio.to_thread(
+                dataplane.start,
+                storage_units=plane.storage_units,
+                send_recv_timeout_s=plane.send_recv_timeout_s,
+                max_attempts=plane.max_attempts,
+                start_timeout_s=90.0,
+            ),
+            100.0,
+            "TransferQueue",
+            "starting",
+        )
+
+    async def _start_actors(self, model_path: Path) -> None:
+
+        from workbench.capture.worker import PolicyWorker
+        from workbench.finalizer.actor import FinalizerActor
+        from workbench.train.trainer import TrainerActor
+
+        recipe = self.recipe
+        deadline_s = recipe.engine.start_timeout_s
+        config = {
+            "model_path": str(model_path),
+            "dtype": recipe.model.dtype,
+            "max_model_len": recipe.model.max_model_len,
+            "max_num_seqs": recipe.engine.max_num_seqs,
+            "kv_cache_gib": recipe.engine.kv_cache_gib,
+            "threads": recipe.engine.threads,
+            "port": recipe.engine.port,
+            "sampling": recipe.sampling.model_dump(),
+            "sink_timeout_s": recipe.token_capture.sink_timeout_s,
+            "cache_bytes": recipe.token_capture.cache_bytes,
+            "capture_enabled": recipe.token_capture.enabled,
+            "seed": recipe.seed,
+            "engine": recipe.engine.kind,
+            "script_path": recipe.engine.script_path,
+            "start_timeout_s": deadline_s,
+            "quiet_timeout_s": recipe.train.sync_timeout_s,
+        }
+        self.worker = PolicyWorker.options(num_cpus=1, max_concurrency=WORKER_CONCURRENCY).remote(config)
+        self._stops.append(("policy worker", self._actor_stop(self.worker, graceful="stop")))
+        self.trainer = TrainerActor.options(num_cpus=1).remote(self._trainer_config(model_path))
+        self._stops.append(("trainer", self._actor_stop(self.trainer)))
+        self.finalizers = [
+            FinalizerActor.options(num_cpus=1).remote(
+                str(self.run_dir), str(model_path), deadline_s=recipe.finalizer.timeout_s
+            )
+            for _ in range(recipe.finalizer.actors)
+        ]
+        self._stops += [("finalizer", self._actor_stop(actor, graceful="stop")) for actor in self.finalizers]
+
+        self.worker_url, *_ = await asyncio.gather(
+            # The worker ends its own wait at deadline_s, with a better reason than ours.
+            within(self.worker.start.remote(), deadline_s + 30.0, "the policy worker", "starting its engine"),
+            within(self.trainer.ready.remote(), deadline_s, "the trainer", "loading the model"),
+            *(within(finalizer.ready.remote(), deadline_s, "a finalizer", "starting") for finalizer in self.finalizers),
+        )
+
+    async def _run_probe(self) -> None:
+        self.probe = await within(self.worker.probe.remote(), 120.0, "the policy worker", "the start-up probe")
+
+    async def _start_gateway(self) -> None:
+        recipe = self.recipe
+        gateway = await within(
+            asyncio.to_thread(
+                GatewayProcess.start,
+                {
+                    "ledger_dir": str(self.run_dir / "ledger"),
+                    "worker_url": self.worker_url,
+                    "host": recipe.gateway.host,
+                    "port": recipe.gateway.port,
+                    "model": "policy",
+                    "sampling": recipe.sampling.model_dump(),
+                    "request_timeout_s": recipe.gateway.request_timeout_s,
+                    "max_body_bytes": recipe.gateway.max_body_bytes,
+                    "capture_enabled": recipe.token_capture.enabled,
+                },
+            ),
+            60.0,
+            "the gateway",
+            "starting",
+        )
+        self.gateway = gateway
+        self.gateway_url = gateway.url
+
+        async def stop() -> None:
+            await asyncio.to_thread(gateway.stop)
+
+        self._stops.append(("gateway", stop))
+        self.control = ControlClient(gateway.url, os.environ[CONTROL_TOKEN])
+        self._stops.append(("control client", self.control.close))
+
+    def _trainer_config(self, model_path: Path) -> dict[str, Any]:
+        recipe = self.recipe
+        train = recipe.train.model_dump(
+            include={
+                "learning_rate", "weight_decay", "max_grad_norm", "micro_batch_tokens", "threads", "dtype",
+                "advantage", "clip_low", "clip_high",
+            }
+        )  # fmt: skip
+        return train | {
+            "model_path": str(model_path),
+            "run_dir": str(self.run_dir),
+            "publish_dtype": recipe.model.dtype,
+            "temperature": recipe.sampling.temperature,
+            "seed": recipe.seed,
+        }
+
+    def _actor_stop(self, actor: Any, graceful: str | None = None) -> Callable[[], Awaitable[None]]:
+        async def stop() -> None:
+            import ray
+
+            if graceful is not None:
+                # A part that is already dead, or too stuck to stop itself, is killed below all the same.
+                with contextlib.suppress(Exception):
+                    await asyncio.wait_for(_as_coroutine(getattr(actor, graceful).remote()), STOP_TIMEOUT_S / 2)
+            await asyncio.to_thread(ray.kill, actor)
+
+        return stop
+
+    async def _stop(self) -> None:
+        """Stop everything that was started; a part that fails to stop never keeps the next one running."""
+        self._on_phase("stopping")
+        while self._stops:
+            name, stop = self._stops.pop()
+            try:
+                await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(stop())), STOP_TIMEOUT_S)
+            except Exception as error:
+                self._on_phase(f"stopping {name} failed: {type(error).__name__}: {error}")

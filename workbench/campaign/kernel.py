@@ -1,0 +1,113 @@
+"""Kernel: this very interpreter as a notebook kernel, and the certainty that nothing of it is left behind.
+
+In: nothing that is installed globally (a `python3` kernelspec may belong to another environment). Out: a kernel manager
+whose kernel is `sys.executable`, in a session of its own, so that a Ctrl-C in the terminal reaches the runner only.
+Invariant: every process that the kernel started, directly or not, carries the kernel's mark in its environment, so all
+of them can be found and ended, the ones that have detached themselves too, and nobody else's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+import orjson
+import psutil
+from jupyter_client import BlockingKernelClient
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+
+KERNEL_NAME = "workbench-run"
+MARK = "WORKBENCH_RUN_MARK"
+
+
+class OwnKernel:
+    """A kernel of this interpreter, not yet started. `manager` goes to nbclient or papermill as `km`."""
+
+    def __init__(self) -> None:
+        self.mark = uuid.uuid4().hex
+        self._specs = tempfile.TemporaryDirectory(prefix="workbench-kernel-", ignore_cleanup_errors=True)
+        spec = Path(self._specs.name) / KERNEL_NAME
+        spec.mkdir()
+        (spec / "kernel.json").write_bytes(
+            orjson.dumps(
+                {
+                    "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+                    "display_name": f"Workbench ({Path(sys.prefix).name})",
+                    "language": "python",
+                    "env": {MARK: self.mark, "PYDEVD_DISABLE_FILE_VALIDATION": "1"},
+                }
+            )
+        )
+        specs = KernelSpecManager(kernel_dirs=[self._specs.name], ensure_native_kernel=False)
+        self.manager = AsyncKernelManager(kernel_name=KERNEL_NAME, kernel_spec_manager=specs)
+        self.manager.connection_file = str(Path(self._specs.name) / "kernel.json")
+        # Sockets in a directory of our own are seen by nobody else; their paths must fit into sockaddr_un (108 bytes).
+        if len(self.manager.connection_file) < 90:
+            self.manager.transport = "ipc"
+
+    @property
+    def pid(self) -> int | None:
+        """The kernel's process id, once it has one."""
+        return getattr(self.manager.provisioner, "pid", None)
+
+    def interrupt(self) -> bool:
+        """SIGINT to the kernel alone (its children have to end by its hand, in order). False when there is none."""
+        if self.pid is None:
+            return False
+        try:
+            os.kill(self.pid, signal.SIGINT)
+        except ProcessLookupError:
+            return False
+        self._wake()
+        return True
+
+    def _wake(self) -> None:
+        """Send a message that needs no answer. ipykernel turns SIGINT into a cancellation by setting a future in the
+        signal handler, which a loop that waits for nothing but time does not notice until something else wakes it."""
+        client = BlockingKernelClient(connection_file=self.manager.connection_file)
+        with contextlib.suppress(OSError, RuntimeError, ValueError):
+            client.load_connection_file()
+            client.start_channels(shell=True, iopub=False, stdin=False, hb=False, control=False)
+            client.kernel_info()
+            time.sleep(0.2)
+            client.stop_channels()
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything alive that carries the mark: the kernel, its children, and what they left running."""
+        needle = f"{MARK}={self.mark}".encode()
+        found = []
+        for process in psutil.process_iter():
+            if process.pid == os.getpid():
+                continue
+            with contextlib.suppress(OSError, psutil.Error):
+                if needle in Path(f"/proc/{process.pid}/environ").read_bytes() and process.status() != "zombie":
+                    found.append(process)
+        return found
+
+    def end(self, grace_s: float = 5.0) -> int:
+        """End everything that carries the mark: SIGTERM, `grace_s` to comply, SIGKILL. Returns how many there were."""
+        found = self.processes()
+        ended = {process.pid for process in found}
+        for process in found:
+            with contextlib.suppress(psutil.Error):
+                process.terminate()
+        deadline = time.monotonic() + grace_s
+        while (alive := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        # A process may have started another between the look and the kill, so look again until none is found.
+        while alive and time.monotonic() < deadline + 10:
+            for process in alive:
+                ended.add(process.pid)
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            time.sleep(0.05)
+            alive = self.processes()
+        self._specs.cleanup()
+        return len(ended)

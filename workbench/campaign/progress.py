@@ -1,0 +1,81 @@
+"""Progress: one living line in the terminal about a run, read from its store.
+
+In: a run directory that somebody else writes (`status.json`). Out: on a terminal a line that rewrites itself, elsewhere
+a new line whenever the phase or step changes. Invariant: only reads; no status yet, half a status or none ever again
+are all normal. Not here: what the run is doing (the controller says so), the last word (summary).
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import orjson
+
+
+class ProgressLine:
+    """Shows the status of `run_dir` on `stream` each time `tick` is called."""
+
+    def __init__(self, run_dir: Path, stream: TextIO) -> None:
+        self._status_path = run_dir / "status.json"
+        self._stream = stream
+        self._live = stream.isatty()
+        self._began = time.monotonic()
+        self._shown: tuple[Any, ...] | None = None
+        self._width = 0
+
+    def tick(self, note: str | None = None) -> None:
+        """Look at the status and show it; `note` replaces it (the runner's own word, such as "stopping")."""
+        status = self._read()
+        key = (note, status.get("phase"), status.get("step"))
+        text = f"{_clock(time.monotonic() - self._began)}  {note or describe(status)}"
+        if self._live:
+            width = shutil.get_terminal_size().columns - 1
+            self._stream.write("\r" + text[:width].ljust(self._width))
+            self._width = min(len(text), width)
+            self._stream.flush()
+        elif key != self._shown:
+            self._stream.write(text + "\n")
+            self._stream.flush()
+        self._shown = key
+
+    def close(self) -> None:
+        """Leave the last state standing and the cursor on a new line."""
+        if self._live and self._shown is not None:
+            self._stream.write("\n")
+            self._stream.flush()
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            status = orjson.loads(self._status_path.read_bytes())
+        except (OSError, orjson.JSONDecodeError):
+            return {}
+        return status if isinstance(status, dict) else {}
+
+
+def describe(status: dict[str, Any]) -> str:
+    """The status as one line: step, phase, rates; what is not known is left out."""
+    if not status:
+        return "starting the kernel"
+    parts = []
+    if status.get("step") is not None:
+        of = f"/{status['steps']}" if status.get("steps") is not None else ""
+        parts.append(f"step {status['step']}{of}")
+    parts.append(str(status.get("phase", status.get("status", "running"))))
+    for key, words, spec in (
+        ("weight_version", "weights v{}", "d"),
+        ("token_in_rate_after_roots", "token_in {}", ".3g"),
+        ("reward_mean", "reward {}", ".3f"),
+        ("rejected", "{} rejected", "d"),
+    ):
+        value = status.get(key)
+        if isinstance(value, (int, float)):
+            parts.append(words.format(format(value, spec)))
+    return " · ".join(parts)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes:d}:{rest:02d}"

@@ -1,0 +1,71 @@
+"""Proof: after every weight sync, sampler and trainer must give one fixed prompt the same log-probabilities.
+
+Invariant: calls are admitted under a new version only after this has passed. The trap it closes: an engine that loads
+new weights but keeps a packed copy of a tied `lm_head` samples from a mixed model without any warning, and then
+mean |delta| is several times that of a correct load.
+Not here: loading weights (capture.weights), publishing them (train.publish).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from workbench.campaign.fleet import within
+from workbench.errors import WeightSyncError
+
+# Ordinary prose, digits and code: random ids would have log-probs near the floor, where bf16 noise hides a stale layer.
+PROOF_TEXT = (
+    "A sampler draws each token from the distribution it computes, and a trainer must score that same token with the "
+    "same weights. If 17 + 25 = 42 then the check is simple: def agree(a, b): return abs(a - b) < 0.1\n"
+    "The capital of France is Paris, and the opposite of cold is hot."
+)
+
+
+def proof_ids(model_path: Path) -> list[list[int]]:
+    """The proof prompt as one row of token ids, tokenised by the model's own `tokenizer.json`."""
+    from tokenizers import Tokenizer
+
+    return [Tokenizer.from_file(str(model_path / "tokenizer.json")).encode(PROOF_TEXT, add_special_tokens=False).ids]
+
+
+@dataclass(frozen=True)
+class SyncProof:
+    version: int
+    mean_abs_delta: float
+    max_abs_delta: float
+
+
+def compare(
+    sampler: list[list[float]], trainer: list[list[float]], *, version: int, max_mean_abs_delta: float
+) -> SyncProof:
+    """Compare log-probs (natural log) of the proof prompt, one per token after the first; raises WeightSyncError."""
+    ours, theirs = np.concatenate([np.asarray(x) for x in sampler]), np.concatenate([np.asarray(x) for x in trainer])
+    if ours.shape != theirs.shape:
+        raise WeightSyncError(
+            f"weight version {version}: the sampler scored {ours.size} positions of the proof prompt, the trainer "
+            f"{theirs.size}; both must score every token after the first."
+        )
+    delta = np.abs(ours - theirs)
+    proof = SyncProof(version, float(delta.mean()), float(delta.max()))
+    # `not <=` so that a NaN on either side fails too.
+    if not proof.mean_abs_delta <= max_mean_abs_delta:
+        raise WeightSyncError(
+            f"weight version {version}: sampler and trainer disagree on the proof prompt, mean |delta| "
+            f"{proof.mean_abs_delta:.4f} (allowed proof.max_mean_abs_delta={max_mean_abs_delta:g}), max "
+            f"{proof.max_abs_delta:.4f}. The engine runs other weights than the trainer: see capture/weights.py on "
+            "packed tied embeddings."
+        )
+    return proof
+
+
+async def prove_weights(
+    worker: Any, trainer: Any, ids: list[list[int]], *, version: int, timeout_s: float, max_mean_abs_delta: float
+) -> SyncProof:
+    """Score the proof prompt on both sides (Ray actor handles) and compare."""
+    sampler = await within(worker.score.remote(ids), timeout_s, "the policy worker", f"the proof of version {version}")
+    scored = await within(trainer.score.remote(ids), timeout_s, "the trainer", f"the proof of version {version}")
+    return compare(sampler, scored, version=version, max_mean_abs_delta=max_mean_abs_delta)

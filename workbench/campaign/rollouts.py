@@ -1,0 +1,146 @@
+"""Rollouts: play one task with one agent and close its trajectory, in the order that custody needs.
+
+    agent talks to the gateway  →  freeze  →  reward  →  receipt  →  RolloutOutcome (metadata only)
+
+Invariant: nothing that happens after `freeze` (a late call, the reward computation, verification) can change which
+calls make the trajectory. A rollout that fails is an outcome with a cause; only a gateway that does not answer, or
+a fault of our own, raises.
+Not here: which calls are captured (gateway, policy worker), tokens (finalizer), grouping (controller).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass
+
+import httpx
+import openai
+
+from workbench.campaign.environments import AgentResult, Environment, Task
+from workbench.errors import LedgerCorrupt
+from workbench.finalizer.group import RolloutOutcome
+from workbench.gateway.client import ControlClient
+from workbench.ledger.receipts import OnNoWitness, assemble_receipt
+from workbench.wire import Cause, RolloutManifest
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """One rollout to play. `index` is its place in the group, `attempt` counts replacements of the same place."""
+
+    run: str
+    group: int
+    index: int
+    attempt: int
+    task: Task
+
+    @property
+    def rollout_id(self) -> str:
+        return f"{self.run}.{self.group}.{self.index}.{self.attempt}"
+
+
+class RolloutPlayer:
+    """Plays rollouts against one gateway.
+
+    `timeout_s` bounds one agent from its first request to its last; the control calls have their own deadlines.
+    `on_no_witness` says what a scored response that matches no captured call means: `mask` (our own campaigns) or
+    `heuristic`.
+    """
+
+    def __init__(
+        self,
+        *,
+        gateway_url: str,
+        control: ControlClient,
+        environment: Environment,
+        model: str,
+        timeout_s: float,
+        request_timeout_s: float,
+        seed: int,
+        on_no_witness: OnNoWitness = "mask",
+    ) -> None:
+        self._gateway_url = gateway_url.rstrip("/")
+        self._control = control
+        self._environment = environment
+        self._model = model
+        self._timeout_s = timeout_s
+        self._seed = seed
+        self._on_no_witness = on_no_witness
+        # One connection pool for all agents: 16 concurrent rollouts would otherwise open and close hundreds.
+        self._http = httpx.AsyncClient(
+            timeout=httpx.Timeout(request_timeout_s, connect=10.0),
+            limits=httpx.Limits(max_connections=256, max_keepalive_connections=64),
+        )
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def play(self, plan: RolloutPlan) -> RolloutOutcome:
+        """Play one rollout and return what the finalizer needs to know of it: ids, receipt, reward; never tokens."""
+        rollout_id = plan.rollout_id
+        started = time.monotonic()
+        result, error = await self._run_agent(plan)
+        response = result.response if result is not None else None
+        try:
+            closed = await self._control.freeze(rollout_id, response=response)
+        except LedgerCorrupt as damage:
+            # Its custody cannot be read any more; the other rollouts of the group are untouched by that.
+            return RolloutOutcome(
+                rollout_id=rollout_id,
+                index=plan.index,
+                task_id=plan.task.task_id,
+                failure=Cause.MISSING_RECEIPT,
+                detail=str(damage),
+                duration_s=time.monotonic() - started,
+            )
+        manifest = RolloutManifest.model_validate(closed["manifest"])
+        if error is None and result is not None:
+            reward = self._environment.reward(plan.task, result)
+            total, components = float(reward.total), dict(reward.components)
+        else:
+            total, components = 0.0, {}
+        receipt = assemble_receipt(
+            manifest,
+            rollout_id=rollout_id,
+            reward=total,
+            response=response,
+            failure_reason=Cause.ROLLOUT_FAILED.value if error is not None else None,
+            on_no_witness=self._on_no_witness,
+        )
+        return RolloutOutcome(
+            rollout_id=rollout_id,
+            index=plan.index,
+            task_id=plan.task.task_id,
+            receipt=receipt,
+            failures=manifest.failures,
+            failure=Cause.ROLLOUT_FAILED if error is not None else None,
+            detail=error,
+            reward=total,
+            reward_components=components,
+            duration_s=time.monotonic() - started,
+        )
+
+    async def _run_agent(self, plan: RolloutPlan) -> tuple[AgentResult | None, str | None]:
+        """(result, None) or (result or None, one sentence saying why the rollout has no vote)."""
+        client = openai.AsyncOpenAI(
+            base_url=f"{self._gateway_url}/ng-rollout/{plan.rollout_id}/v1",
+            api_key="unused",
+            http_client=self._http,
+            max_retries=0,
+        )
+        # Seeded by place, not by process: a replayed campaign plays the same agents whatever finished first.
+        rng = random.Random(f"{self._seed}/{plan.group}/{plan.index}/{plan.attempt}")
+        try:
+            result = await asyncio.wait_for(
+                self._environment.run(client, self._model, plan.task, rng), timeout=self._timeout_s
+            )
+        except TimeoutError:
+            return None, f"the agent did not finish within rollouts.timeout_s={self._timeout_s:g}"
+        except (openai.OpenAIError, httpx.HTTPError) as error:
+            return None, f"the agent's call failed: {type(error).__name__}: {error}"
+        except Exception as error:
+            # An agent is code that we did not write: whatever it raises makes this rollout data, not a crash.
+            return None, f"the agent raised {type(error).__name__}: {error}"
+        return result, result.error

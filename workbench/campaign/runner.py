@@ -1,0 +1,290 @@
+"""Runner: a recipe becomes an executed notebook, and the file says truly how that ended.
+
+    recipe ─► parameters checked ─► papermill (own kernel, in a thread) ─► campaign.ipynb ─► .html, summary.json
+                                        ▲ main thread: signals, progress line
+
+Invariants: nothing heavy starts before names and values have been checked; whatever ends the run (a cell's error, a
+dead kernel, Ctrl-C, SIGTERM), there is a notebook with its true status and a banner, a closed run store, an exit code
+that is 0 only for `done`, and no process of the run left.
+Not here: the campaign itself (controller), what the notebook shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import orjson
+
+from workbench import errors
+from workbench.campaign.html_export import export_html
+from workbench.campaign.kernel import KERNEL_NAME, OwnKernel
+from workbench.campaign.notebook_file import MAX_BYTES, Outcome, check_parameters, set_outcome
+from workbench.campaign.progress import ProgressLine
+from workbench.campaign.summary import Summary, summarise
+from workbench.errors import RunStoreError, SetupError
+from workbench.places import shipped
+from workbench.recipe_schema import Recipe
+from workbench.runs.writer import RunWriter, atomic_file
+
+#: How long a campaign may take to close its actors and its store after an interrupt before it is killed.
+STOP_GRACE_S = 45.0
+_AUTOSAVE_S = 20
+
+
+@dataclass(frozen=True)
+class NotebookResult:
+    """What is left of an execution. `exit_code` is 0 only when `outcome.status` is done."""
+
+    notebook: Path
+    html: Path
+    outcome: Outcome
+    exit_code: int
+    summary: Summary | None
+
+
+@dataclass
+class _Execution:
+    """State shared by the thread that runs papermill and the one that watches."""
+
+    kernel: OwnKernel
+    error: BaseException | None = None
+    stop_signal: int | None = None
+    interrupted_at: float | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+def run_recipe(recipe_name: str, overrides: Sequence[str] = (), run_name: str | None = None) -> int:
+    """Run a campaign in a new directory under the recipe's `reports.dir`, print its summary, return the exit code.
+
+    Raises RecipeError or SetupError, and has then started nothing.
+    """
+    from workbench.config import load_recipe
+    from workbench.models import resolve
+
+    recipe = load_recipe(recipe_name, list(overrides))
+    resolve(recipe.model.path)
+    run_dir = new_run_dir(Path(recipe.reports.dir), run_name or recipe.name, named=run_name is not None)
+    result = run_notebook(recipe, run_dir, recipe_name=recipe_name, overrides=overrides)
+    if result.summary is not None:
+        print(result.summary.text())
+    if result.exit_code:
+        what = f"{result.outcome.error_name}: {' '.join((result.outcome.error or '').split())}"
+        print(f"workbench: the run {result.outcome.status}: {what}; see {result.notebook}", file=sys.stderr)
+    return result.exit_code
+
+
+def report(run_dir: Path) -> Path:
+    """Execute the campaign notebook again over a stored run, from its records alone; returns the notebook.
+
+    Raises RunStoreError when there is no run, SetupError when the notebook fails on it.
+    """
+    from workbench import runs
+
+    runs.open(run_dir)
+    result = _execute(run_dir, {"run_dir": str(run_dir.resolve())}, live=False)
+    if result.exit_code:
+        raise RunStoreError(f"{run_dir}: the report failed, {result.outcome.error_name}: {result.outcome.error}")
+    return result.notebook
+
+
+def run_notebook(
+    recipe: Recipe,
+    run_dir: Path,
+    *,
+    recipe_name: str | None = None,
+    overrides: Sequence[str] = (),
+    parameters: Mapping[str, Any] | None = None,
+    notebook: Path | None = None,
+) -> NotebookResult:
+    """Execute the campaign notebook for `recipe` into `run_dir/campaign.ipynb` and `.html`.
+
+    The resolved recipe is stored as `run_dir/recipe.yaml`, and that file is what the notebook runs unless
+    `recipe_name` (then with `overrides`) names the one it came from. `parameters` are further ones of the notebook.
+    Raises RecipeError (unknown parameter) or SetupError (a run is already there) before anything starts.
+    """
+    import yaml
+
+    if (run_dir / "steps.jsonl").exists():
+        raise SetupError(f"{run_dir} already holds a run. Next: choose another name (--run NAME), or move it away.")
+    given = {
+        "recipe": recipe_name or str((run_dir / "recipe.yaml").resolve()),
+        "overrides": list(overrides) if recipe_name else [],
+        "run_dir": str(run_dir.resolve()),
+        **(parameters or {}),
+    }
+    check_parameters(notebook or shipped("notebooks") / "10_campaign.ipynb", given)
+    with atomic_file(run_dir / "recipe.yaml") as handle:
+        handle.write(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True).encode())
+    return _execute(run_dir, given, live=True, notebook=notebook)
+
+
+def new_run_dir(reports: Path, name: str, *, named: bool) -> Path:
+    """A directory name that is free: `name` itself where the user chose it, else `name-1`, `name-2`, …
+
+    Raises SetupError when a chosen name is taken.
+    """
+    if named:
+        if (reports / name / "steps.jsonl").exists():
+            raise SetupError(f"{reports / name} already holds a run. Next: choose another name, or move it away.")
+        return reports / name
+    number = 1
+    while (reports / f"{name}-{number}").exists():
+        number += 1
+    return reports / f"{name}-{number}"
+
+
+def _execute(run_dir: Path, parameters: dict[str, Any], *, live: bool, notebook: Path | None = None) -> NotebookResult:
+    source = notebook or shipped("notebooks") / "10_campaign.ipynb"
+    check_parameters(source, parameters)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    target = run_dir / "campaign.ipynb"
+    execution = _Execution(OwnKernel())
+    thread = threading.Thread(
+        target=_papermill, args=(execution, source, target, parameters), name="papermill", daemon=True
+    )
+    progress = ProgressLine(run_dir, sys.stderr) if live else None
+    with _signals_to(execution):
+        thread.start()
+        while not execution.done.wait(0.5):
+            _watch(execution, progress)
+        thread.join()
+        execution.kernel.end()
+    if progress is not None:
+        progress.close()
+    outcome = _outcome(execution)
+    if not target.exists():
+        shutil.copyfile(source, target)  # it ended before the first cell; the notebook still says so
+    if live and outcome.status != "done":
+        _close_store(run_dir, outcome)
+    executed = set_outcome(target, outcome)
+    html = target.with_suffix(".html")
+    export_html(executed, html, title=f"{run_dir.name}: {outcome.status}")
+    if target.stat().st_size > MAX_BYTES:
+        print(f"workbench: {target} has {target.stat().st_size:,} bytes, more than {MAX_BYTES:,}", file=sys.stderr)
+    summary = _write_summary(run_dir, target, outcome) if live else None
+    return NotebookResult(target, html, outcome, _exit_code(outcome, execution.stop_signal), summary)
+
+
+def _papermill(execution: _Execution, source: Path, target: Path, parameters: dict[str, Any]) -> None:
+    """Body of the thread: runs the notebook to its end, or to what ends it."""
+    import papermill
+
+    logging.getLogger("papermill").setLevel(logging.ERROR)
+    try:
+        papermill.execute_notebook(
+            str(source),
+            str(target),
+            parameters=parameters,
+            kernel_name=KERNEL_NAME,
+            language="python",
+            progress_bar=False,
+            autosave_cell_every=_AUTOSAVE_S,
+            km=execution.kernel.manager,
+            store_widget_state=False,
+            coalesce_streams=True,
+        )
+    except BaseException as error:  # whatever it is, the main thread turns it into an outcome
+        execution.error = error
+    finally:
+        execution.done.set()
+
+
+def _watch(execution: _Execution, progress: ProgressLine | None) -> None:
+    """One look: show progress; pass a stop on to the kernel once, and lose patience after the grace."""
+    note = None
+    if execution.stop_signal is not None:
+        now = time.monotonic()
+        if execution.interrupted_at is None:
+            execution.interrupted_at = now
+            if not execution.kernel.interrupt():
+                execution.interrupted_at = now - STOP_GRACE_S
+        left_s = STOP_GRACE_S - (now - execution.interrupted_at)
+        note = f"stopping on {signal.Signals(execution.stop_signal).name}; killed in {max(0.0, left_s):.0f} s"
+        if left_s <= 0:
+            execution.kernel.end(grace_s=0.5)
+    if progress is not None:
+        progress.tick(note)
+
+
+@contextlib.contextmanager
+def _signals_to(execution: _Execution) -> Iterator[None]:
+    """Ctrl-C, SIGTERM and a closed terminal become a stop; a second one ends the patience."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if execution.stop_signal is not None and execution.interrupted_at is not None:
+            execution.interrupted_at -= STOP_GRACE_S
+        execution.stop_signal = number
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _outcome(execution: _Execution) -> Outcome:
+    error = execution.error
+    if execution.stop_signal is not None and error is not None:
+        name = signal.Signals(execution.stop_signal).name
+        return Outcome("killed", name, f"stopped by {name} after {_where(error)}")
+    if error is None:
+        return Outcome("done")
+    name, text = getattr(error, "ename", type(error).__name__), str(getattr(error, "evalue", error))
+    if type(error).__name__ == "DeadKernelError":
+        text = "the kernel process is gone (killed from outside, or out of memory); what it had not written is lost"
+    return Outcome("failed", name, text)
+
+
+def _where(error: BaseException) -> str:
+    count = getattr(error, "exec_count", None)
+    return f"cell [{count}] was interrupted" if count else "the kernel had been asked to end"
+
+
+def _exit_code(outcome: Outcome, stop_signal: int | None) -> int:
+    if outcome.status == "done":
+        return 0
+    if outcome.status == "killed" and stop_signal is not None:
+        return 128 + stop_signal
+    known = getattr(errors, outcome.error_name or "", None)
+    return int(getattr(known, "exit_code", 1)) or 1
+
+
+def _close_store(run_dir: Path, outcome: Outcome) -> None:
+    """Give the run store its last status where the kernel could not: it died, or never came that far."""
+    path = run_dir / "status.json"
+    try:
+        status = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        status = {"run": run_dir.name}
+    if status.get("status") in ("failed", "killed", "done"):
+        return
+    error = f"{outcome.error_name}: {outcome.error}"
+    with contextlib.suppress(RunStoreError), RunWriter(run_dir) as writer:
+        writer.event("ended_by_runner", status=outcome.status, error=error)
+        writer.status({**status, "status": outcome.status, "phase": "ended by the runner", "error": error})
+
+
+def _write_summary(run_dir: Path, notebook: Path, outcome: Outcome) -> Summary | None:
+    try:
+        summary = summarise(run_dir, notebook=notebook, outcome=outcome)
+    except RunStoreError:
+        return None
+    with atomic_file(run_dir / "summary.json") as handle:
+        handle.write(orjson.dumps(summary.as_dict(), option=orjson.OPT_INDENT_2) + os.linesep.encode())
+    return summary

@@ -1,0 +1,144 @@
+"""Summary: a run in one screen, every number a query over its store.
+
+In: a run directory. Out: `Summary`, as JSON (`summary.json`) and as text for the terminal: the notebook, how calls were
+captured, every rejected rollout with its cause, rows a group, versions and their proofs, the log-prob difference, the
+reward. Invariant: what was not recorded is null and shown as a dash. Not here: deciding anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from workbench import runs
+from workbench.campaign.notebook_file import Outcome
+
+_SHOWN_REJECTIONS = 12
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The run in numbers. Log-prob differences in nat, times in s."""
+
+    run: str
+    status: str
+    error: str | None
+    notebook: str
+    html: str
+    steps: int
+    weight_version: int | None
+    groups: int
+    rows_per_group: list[int]
+    rollouts: int
+    valid_rollouts: int
+    calls: int
+    token_in_rate: float | None
+    token_in_rate_after_roots: float | None
+    rejected: list[dict[str, Any]]
+    proofs: list[dict[str, Any]]
+    trained_tokens: int
+    mean_abs_logprob_delta: float | None
+    reward_first_step: float | None
+    reward_last_step: float | None
+    seconds: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+    def text(self) -> str:
+        """What the terminal shows when a run has ended."""
+        rows = "/".join(str(n) for n in sorted(set(self.rows_per_group))) or "–"
+        proofs = [proof["mean_abs_delta"] for proof in self.proofs if proof["mean_abs_delta"] is not None]
+        agreed = f"{len(proofs)} passed, worst mean |Δ| {max(proofs):.4f} nat" if proofs else "–"
+        lines = [
+            f"Run {self.run}: {self.status}" + (f" ({_minutes(self.seconds)})" if self.seconds is not None else ""),
+            *([f"  error                      {self.error}"] if self.error else []),
+            f"  notebook                   {self.notebook}",
+            f"  page                       {self.html}",
+            f"  optimiser steps            {self.steps}, weight version {_dash(self.weight_version)}",
+            f"  groups                     {self.groups}, rows in every group: {rows}",
+            f"  rollouts                   {self.valid_rollouts} of {self.rollouts} valid, {self.calls} calls",
+            f"  token_in_rate              {_dash(self.token_in_rate, '.4g')}",
+            f"  token_in_rate_after_roots  {_dash(self.token_in_rate_after_roots, '.4g')}",
+            f"  sampler–trainer proofs     {agreed}",
+            f"  mean |Δ log-prob|          {_dash(self.mean_abs_logprob_delta, '.4f')} nat over "
+            f"{self.trained_tokens:,} tokens",
+            f"  reward at first step       {_dash(self.reward_first_step, '.3f')}",
+            f"  reward at last step        {_dash(self.reward_last_step, '.3f')}",
+            f"  rejected rollouts          {len(self.rejected)}",
+        ]
+        for row in self.rejected[:_SHOWN_REJECTIONS]:
+            place = f" at call {row['call_id'][:8]}" if row["call_id"] else ""
+            place += f", token {row['position']}" if row["position"] is not None else ""
+            lines.append("  ".join(["   ", row["rollout_id"], f"{row['cause']}{place}", row["detail"] or ""]).rstrip())
+        if len(self.rejected) > _SHOWN_REJECTIONS:
+            rest = Counter(row["cause"] for row in self.rejected[_SHOWN_REJECTIONS:])
+            more = ", ".join(f"{cause} {count}" for cause, count in rest.most_common())
+            lines.append(f"    and {len(self.rejected) - _SHOWN_REJECTIONS} more ({more}), all in summary.json")
+        return "\n".join(lines)
+
+
+def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome) -> Summary:
+    """The summary of the run in `run_dir`. Raises RunStoreError when no run was begun there."""
+    run = runs.open(run_dir)
+    steps, rollouts, calls, campaign = run.steps, run.rollouts, run.calls, run.campaign.row(0, named=True)
+    delta = run.logprobs()["delta"].drop_nulls()
+    token_in = int((calls["mode"] == "token_in").sum())
+    roots = int((calls["mode"] == "text").sum())
+    began, ended = campaign["started_at"], campaign["finished_at"]
+    return Summary(
+        run=run.name,
+        status=outcome.status,
+        error=f"{outcome.error_name}: {outcome.error}" if outcome.error else None,
+        notebook=str(notebook),
+        html=str(notebook.with_suffix(".html")),
+        steps=steps.height,
+        weight_version=campaign["weight_version"],
+        groups=run.groups.height,
+        rows_per_group=rollouts.group_by("group_id").len().sort("group_id")["len"].to_list(),
+        rollouts=rollouts.height,
+        valid_rollouts=int((rollouts["sample_mask"] == 1).sum()),
+        calls=calls.height,
+        token_in_rate=token_in / calls.height if calls.height else None,
+        token_in_rate_after_roots=token_in / (calls.height - roots) if calls.height > roots else None,
+        rejected=rollouts.filter(pl.col("cause").is_not_null())
+        .sort("group_id", "index")
+        .select("rollout_id", "step", "cause", "detail", "call_id", "position", "reward")
+        .to_dicts(),
+        proofs=[
+            {
+                "step": row["step"],
+                "weight_version": row["weight_version"],
+                "mean_abs_delta": row["proof_mean_abs_delta"],
+            }
+            for row in steps.iter_rows(named=True)
+        ],
+        trained_tokens=delta.len(),
+        mean_abs_logprob_delta=float(delta.abs().mean()) if delta.len() else None,
+        reward_first_step=_mean_reward(rollouts, "min"),
+        reward_last_step=_mean_reward(rollouts, "max"),
+        seconds=ended - began if began is not None and ended is not None else None,
+    )
+
+
+def _mean_reward(rollouts: pl.DataFrame, which: str) -> float | None:
+    """Mean reward of the valid rows of the first ("min") or last ("max") step that has any."""
+    valid = rollouts.filter((pl.col("sample_mask") == 1) & pl.col("step").is_not_null())
+    if valid.is_empty():
+        return None
+    step = valid["step"].min() if which == "min" else valid["step"].max()
+    mean = valid.filter(pl.col("step") == step)["reward"].mean()
+    return float(mean) if isinstance(mean, (int, float)) else None
+
+
+def _dash(value: float | int | None, spec: str = "d") -> str:
+    return "–" if value is None else format(value, spec)
+
+
+def _minutes(seconds: float) -> str:
+    return f"{seconds / 60:.1f} min" if seconds >= 90 else f"{seconds:.0f} s"

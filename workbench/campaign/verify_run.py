@@ -1,0 +1,340 @@
+"""Verify run: recompute everything a stored run claims, from the tokens up.
+
+In: a run directory. Out: a `VerifyReport`. For every stored call: call digest, extras digest, chain hash and cumulative
+hash from its own tokens and its parent's; against the ledger: the row that the gateway acknowledged; for every group:
+receipts verified and linearised again and compared with the stored rows, id by id, log-prob by log-prob, placeholders
+and their causes included; for every step: differences and log-probs of the same length as the rows they belong to.
+Invariant: one changed bit in a call, a receipt, a ledger row or a row is a named difference (file, rollout, call),
+never an exception. A call that was already wrong when it was staged, and whose rollout was rejected for that, is as
+recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from pydantic import ValidationError
+
+from workbench.errors import RunStoreError, StagingError, WireError
+from workbench.finalizer.group import FinalizationRequest, RolloutOutcome, Staged, assemble
+from workbench.runs.custody import SUFFIX, ledger_rows
+from workbench.runs.frames import read_lines, read_parts
+from workbench.wire import StagedCall, chain_hash, extras_digest, hash_token_ids
+
+_SHOWN = 20
+_CALL_FIELDS = tuple(
+    name
+    for name in StagedCall.model_fields
+    if name not in ("extras", "token_ids_delta", "token_mask_delta") and name != "generation_log_probs_delta"
+)
+_ACKNOWLEDGED = ("digest", "extras_digest", "chain_hash", "cumulative_hash", "delta_len", "cum_len", "weight_version")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that is not what the run says it is."""
+
+    file: str
+    rollout_id: str | None
+    call_id: str | None
+    what: str
+
+    def __str__(self) -> str:
+        place = "".join(
+            f", {name} {value}" for name, value in (("rollout", self.rollout_id), ("call", self.call_id)) if value
+        )
+        return f"{self.file}{place}: {self.what}"
+
+
+@dataclass
+class VerifyReport:
+    """What was recomputed, and every difference that was found. `ok` when there is none."""
+
+    run: str
+    groups: int = 0
+    rollouts: int = 0
+    rows_valid: int = 0
+    calls: int = 0
+    tokens: int = 0
+    ledger_rows: int = 0
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.differences
+
+    def __repr__(self) -> str:
+        verdict = "every digest and row holds" if self.ok else f"{len(self.differences):,} DIFFERENCES"
+        return (
+            f"Verified {self.run} · {self.groups:,} groups · {self.rollouts:,} rollouts ({self.rows_valid:,} valid) · "
+            f"{self.calls:,} calls · {self.tokens:,} tokens · {verdict}"
+        )
+
+    def __str__(self) -> str:
+        lines = [repr(self), *(f"  {difference}" for difference in self.differences[:_SHOWN])]
+        if len(self.differences) > _SHOWN:
+            lines.append(f"  showing {_SHOWN} of {len(self.differences):,} differences; all: .differences")
+        return "\n".join(lines)
+
+
+def verify_run(run_dir: Path | str) -> VerifyReport:
+    """Recompute a stored run. Raises RunStoreError only when there is no run in `run_dir`."""
+    from workbench import runs
+
+    run = runs.open(run_dir)
+    report = VerifyReport(run.name)
+    for name in sorted({path.stem for kind in ("calls", "rows") for path in (run.path / kind).glob("*.parquet")}):
+        _Group(run.path, name, report).verify()
+    _verify_training(run.path, report)
+    return report
+
+
+class _Group:
+    """The three parts of one group, held against each other."""
+
+    def __init__(self, run_dir: Path, name: str, report: VerifyReport) -> None:
+        self.run_dir = run_dir
+        self.name = name
+        self.report = report
+
+    def verify(self) -> None:
+        self.report.groups += 1
+        parts: dict[str, list[dict[str, Any]]] = {}
+        for table in ("calls", "rows"):
+            path = self.run_dir / table / f"{self.name}.parquet"
+            try:
+                if not path.exists():
+                    raise RunStoreError("this part of the group is missing")
+                parts[table] = read_parts(table, [path]).to_dicts()
+            except RunStoreError as error:
+                self._differs(f"{table}/{self.name}.parquet", None, None, str(error))
+                return
+        outcomes = self._outcomes()
+        if outcomes is None:
+            return
+        staged = self._staged(parts["calls"])
+        rejected = {row["rollout_id"] for row in parts["rows"] if row["sample_mask"] != 1}
+        self._verify_calls(parts["calls"], staged, rejected)
+        self._verify_ledgers(outcomes)
+        self._verify_rows(outcomes, staged, parts["rows"])
+
+    def _differs(self, file: str, rollout_id: str | None, call_id: str | None, what: str) -> None:
+        self.report.differences.append(Difference(file, rollout_id, call_id, what))
+
+    def _outcomes(self) -> list[RolloutOutcome] | None:
+        file = f"receipts/{self.name}.jsonl"
+        try:
+            outcomes = [RolloutOutcome.model_validate(row) for row in read_lines(self.run_dir / file)]
+        except (RunStoreError, ValidationError) as error:
+            self._differs(file, None, None, f"is not a group's receipts: {' '.join(str(error).split())[:300]}")
+            return None
+        if not outcomes:
+            self._differs(file, None, None, "the group's receipts are missing")
+            return None
+        return outcomes
+
+    def _staged(self, rows: list[dict[str, Any]]) -> dict[str, StagedCall | StagingError]:
+        staged: dict[str, StagedCall | StagingError] = {}
+        for row in rows:
+            key = row["staging_key"]
+            if key is None:
+                continue
+            if row["staging"] == "fetched":
+                staged[key] = _call_of(row)
+            else:
+                staged[key] = StagingError(row["detail"] or "", cause=row["staging"] or "missing_staging_row", key=key)
+        return staged
+
+    def _verify_calls(self, rows: list[dict[str, Any]], staged: Staged, rejected: set[str]) -> None:
+        file = f"calls/{self.name}.parquet"
+        cumulative: dict[str, np.ndarray] = {}
+        by_key = {row["staging_key"]: row for row in rows if row["staging_key"] is not None}
+        for key in _parents_first(by_key):
+            row, call = by_key[key], staged[key]
+            self.report.calls += 1
+            if not isinstance(call, StagedCall):
+                continue
+            self.report.tokens += int(call.token_ids_delta.size)
+            parent_key = f"{call.rollout_id}/{call.parent_call_id}" if call.parent_call_id else None
+            parent = staged.get(parent_key) if parent_key else None
+            before_T = cumulative.get(parent_key) if parent_key else np.array([], dtype=np.uint64)
+            if before_T is not None:
+                cumulative[key] = np.concatenate([before_T, call.token_ids_delta])
+            if row["rollout_id"] in rejected and orjson.loads(row["snapshot"] or "{}"):
+                continue
+            for what in _call_faults(call, parent, cumulative.get(key)):
+                self._differs(file, row["rollout_id"], row["model_call_id"], what)
+
+    def _verify_ledgers(self, outcomes: list[RolloutOutcome]) -> None:
+        """What the receipt says against the row that was acknowledged before the response left."""
+        for outcome in outcomes:
+            path = self.run_dir / "ledger" / f"{outcome.rollout_id}{SUFFIX}"
+            if outcome.receipt is None or not path.exists():
+                continue
+            try:
+                recorded = {row["model_call_id"]: row for row in ledger_rows(path)}
+            except RunStoreError as error:
+                self._differs(f"ledger/{path.name}", outcome.rollout_id, None, str(error))
+                continue
+            for record in outcome.receipt.manifest:
+                self.report.ledger_rows += 1
+                row = recorded.get(record.model_call_id)
+                if row is None:
+                    what = "the receipt names this call, the ledger does not"
+                    self._differs(f"ledger/{path.name}", outcome.rollout_id, record.model_call_id, what)
+                    continue
+                for name in _ACKNOWLEDGED:
+                    if row.get(name) != getattr(record, name):
+                        what = f"{name} is {row.get(name)!r} here, {getattr(record, name)!r} in the receipt"
+                        self._differs(f"ledger/{path.name}", outcome.rollout_id, record.model_call_id, what)
+
+    def _verify_rows(self, outcomes: list[RolloutOutcome], staged: Staged, rows: list[dict[str, Any]]) -> None:
+        file = f"rows/{self.name}.parquet"
+        for outcome in outcomes:
+            for record in outcome.receipt.manifest if outcome.receipt else ():
+                if record.staging_key not in staged:
+                    what = "the receipt names this call, its part does not hold it"
+                    self._differs(f"calls/{self.name}.parquet", outcome.rollout_id, record.model_call_id, what)
+                    return
+        bos = next((row["token_ids"][0] for row in rows if row["placeholder"] == "bos" and row["token_ids"]), 0)
+        try:
+            request = FinalizationRequest(group_id=self.name, weight_version=0, rollouts=outcomes)
+        except ValidationError as error:
+            self._differs(f"receipts/{self.name}.jsonl", None, None, " ".join(str(error).split())[:300])
+            return
+        assembly = assemble(request, staged, bos)
+        stored = {row["rollout_id"]: row for row in rows}
+        self.report.rollouts += len(rows)
+        self.report.rows_valid += sum(row["sample_mask"] == 1 for row in rows)
+        for row, summary in zip(assembly.rows, assembly.summaries, strict=True):
+            held = stored.pop(row.rollout_id, None)
+            if held is None:
+                self._differs(file, row.rollout_id, None, "the receipt has no row")
+                continue
+            now = {**summary.model_dump(mode="json"), "model_call_ids": row.model_call_ids}
+            now |= {"weight_versions": row.weight_versions}
+            for name, value in now.items():
+                if name != "detail" and held.get(name) != value:
+                    call_id = summary.call_id
+                    self._differs(file, row.rollout_id, call_id, f"{name} is {held.get(name)!r}, recomputed {value!r}")
+            for name in ("weight_version_spans", "link_spans"):
+                if orjson.loads(held[name] or "[]") != getattr(row, name):
+                    self._differs(
+                        file, row.rollout_id, None, f"{name} are {held[name]}, recomputed {getattr(row, name)}"
+                    )
+            for name in ("token_ids", "token_mask", "logprobs"):
+                what = _first_difference(name, np.asarray(held[name]), getattr(row, name))
+                if what is not None:
+                    self._differs(file, row.rollout_id, None, what)
+        for rollout_id in stored:
+            self._differs(file, rollout_id, None, "the row has no receipt")
+
+
+def _call_of(row: dict[str, Any]) -> StagedCall:
+    """The staged call as it was fetched: the recorded fields, and where it differed from them, its own."""
+    fields = {name: row[name] for name in _CALL_FIELDS}
+    fields |= orjson.loads(row["snapshot"] or "{}")
+    return StagedCall.unverified(
+        **fields,
+        extras=None if row["extras"] is None else orjson.loads(row["extras"]),
+        token_ids_delta=np.asarray(row["token_ids"], dtype=np.uint64),
+        token_mask_delta=np.asarray(row["token_mask"], dtype=np.float32),
+        generation_log_probs_delta=np.asarray(row["logprobs"], dtype=np.float32),
+    )
+
+
+def _call_faults(
+    call: StagedCall, parent: StagedCall | StagingError | None, cumulative_T: np.ndarray | None
+) -> Iterator[str]:
+    """What does not hold about one call; hashes that need an ancestor nobody could read are left out."""
+    try:
+        if (found := call.recompute_digest()) != call.digest:
+            yield f"digest is {call.digest}, its contents give {found}"
+        if call.extras is not None and (found := extras_digest(call.extras)) != call.extras_digest:
+            yield f"extras_digest is {call.extras_digest}, its extras give {found}"
+        if call.parent_call_id is None or isinstance(parent, StagedCall):
+            before = parent.chain_hash if isinstance(parent, StagedCall) else None
+            if (found := chain_hash(before, call.token_ids_delta)) != call.chain_hash:
+                yield f"chain_hash is {call.chain_hash}, its delta on its parent gives {found}"
+        if cumulative_T is not None and (found := hash_token_ids(cumulative_T)) != call.cumulative_hash:
+            yield f"cumulative_hash is {call.cumulative_hash}, the whole sequence gives {found}"
+    except WireError as error:
+        yield f"contradicts itself: {error}"
+
+
+def _parents_first(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """Keys so that a call's parent comes before it; calls in a circle come last, in manifest order."""
+    order: dict[str, None] = {}
+    for key in rows:
+        path: list[str] = []
+        at: str | None = key
+        while at is not None and at in rows and at not in order and at not in path:
+            path.append(at)
+            parent = rows[at]["parent_call_id"]
+            at = f"{rows[at]['rollout_id']}/{parent}" if parent else None
+        order.update(dict.fromkeys(reversed(path)))
+    return list(order)
+
+
+def _first_difference(name: str, held_T: np.ndarray, found_T: np.ndarray) -> str | None:
+    if held_T.size != found_T.size:
+        return f"{name} has {held_T.size} entries, recomputed {found_T.size}"
+    # Compared in the stored dtype, bit for bit: a float that was rounded again would be another number.
+    held_T = held_T.astype(found_T.dtype)
+    unequal = np.nonzero(
+        held_T.view(np.uint8).reshape(held_T.size, -1) != found_T.view(np.uint8).reshape(found_T.size, -1)
+    )
+    if not unequal[0].size:
+        return None
+    at = int(unequal[0][0])
+    count = len(set(unequal[0].tolist()))
+    return f"{name} differs at {count} positions, first at {at}: {held_T[at]} stored, {found_T[at]} recomputed"
+
+
+def _verify_training(run_dir: Path, report: VerifyReport) -> None:
+    """The trainer's record of a row against the row: same rollout, same length, delta = trainer − sampler."""
+    rows = {
+        row["rollout_id"]: row
+        for path in sorted((run_dir / "rows").glob("*.parquet"))
+        for row in _readable(path, "rows")
+    }
+    for path in sorted((run_dir / "train").glob("*.parquet")):
+        file = f"train/{path.name}"
+        try:
+            trained = read_parts("train", [path]).to_dicts()
+        except RunStoreError as error:
+            report.differences.append(Difference(file, None, None, str(error)))
+            continue
+        for record in trained:
+            row = rows.get(record["rollout_id"])
+            what = "there is no such row" if row is None else _training_fault(record, row)
+            if what is not None:
+                report.differences.append(Difference(file, record["rollout_id"], None, what))
+
+
+def _training_fault(record: dict[str, Any], row: dict[str, Any]) -> str | None:
+    if record["sample_mask"] != row["sample_mask"]:
+        return f"sample_mask is {record['sample_mask']}, the row's is {row['sample_mask']}"
+    if row["sample_mask"] != 1:
+        return None
+    if len(record["trainer_logprobs"]) != len(row["token_ids"]):
+        return f"{len(record['trainer_logprobs'])} log-probs for a row of {len(row['token_ids'])} tokens"
+    mask_T = np.asarray(row["token_mask"], dtype=bool)
+    delta_T = np.asarray(record["trainer_logprobs"], np.float32) - np.asarray(row["logprobs"], np.float32)
+    off_T = np.abs(np.where(mask_T, delta_T, 0) - np.asarray(record["delta"], np.float32))
+    if off_T.size and float(off_T.max()) > 1e-5:
+        at = int(off_T.argmax())
+        return f"delta at position {at} is {record['delta'][at]}, trainer - sampler gives {float(delta_T[at])}"
+    return None
+
+
+def _readable(path: Path, table: str) -> list[dict[str, Any]]:
+    try:
+        return read_parts(table, [path]).to_dicts()
+    except RunStoreError:
+        return []  # already named by its group
