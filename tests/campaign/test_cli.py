@@ -61,6 +61,8 @@ def test_every_command_has_help_and_a_sentence():
         (("run", "cpu_smoke", "train.steps=x"), "train.steps: expected a whole number ≥ 1, got 'x'"),
         (("run", "cpu_smoke", "environment.options.trns=3"), "environment.options.trns"),
         (("run", "cpu_smoke", "ray.num_cpus=2"), "at least 3 logical CPUs"),
+        (("run", "cpu_smoke", "ray.num_cpus=4"), "ray.num_cpus 4, 6 actors; set ray.num_cpus=6"),
+        (("run", "cpu_smoke", "model.path=no_such_model"), "no 'no_such_model'"),
         (("run", "no_such_recipe"), "No recipe file 'no_such_recipe'"),
         (("recipe", "check", "cpu_smoke", "environment.name=x"), "no environment 'x'"),
         (("recipe", "show", "cpu_smoke", "x"), "expected key=value"),
@@ -103,6 +105,15 @@ def test_doctor_names_a_port_in_use_with_its_key():
     assert not finding.good
     assert str(number) in finding.found and "gateway.port=0" in finding.cure
     assert port("gateway.port", "127.0.0.1", 0).good
+
+
+def test_run_refuses_a_port_in_use_before_anything_starts():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = workbench("run", "cpu_smoke", f"gateway.port={taken.getsockname()[1]}")
+    assert done.returncode == 2
+    assert "in use" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_doctor_counts_the_logical_cpus_of_the_recipe():

@@ -38,13 +38,18 @@ def examine(recipe: Recipe | None = None) -> Iterator[Finding]:
     yield temporary_directory()
     yield processors()
     if recipe is not None:
-        yield logical_cpus(recipe)
-        yield model(recipe)
-        yield port("gateway.port", recipe.gateway.host, recipe.gateway.port)
-        yield port("engine.port", "127.0.0.1", recipe.engine.port)
+        yield from before_a_run(recipe)
     yield packages()
     yield from torch_companions()
     yield engine_platform()
+
+
+def before_a_run(recipe: Recipe) -> Iterator[Finding]:
+    """What would end this recipe minutes after its start, found in milliseconds."""
+    yield logical_cpus(recipe)
+    yield port("gateway.port", recipe.gateway.host, recipe.gateway.port)
+    yield port("engine.port", "127.0.0.1", recipe.engine.port)
+    yield model(recipe)
 
 
 def processors() -> Finding:
