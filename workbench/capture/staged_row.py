@@ -52,17 +52,18 @@ def pack(call: StagedCall) -> dict[str, np.ndarray]:
         raise invalid_row(
             call.staging_key, "its mask is not carry (0) then generation (1), with log-prob exactly 0.0 on the carry"
         )
-    meta = {name: getattr(call, name) for name in _FIELDS}
-    columns = {
+    meta: dict[str, Any] = {name: getattr(call, name) for name in _FIELDS}
+    columns: dict[str, np.ndarray] = {
         "token_ids": np.asarray(call.token_ids_delta, dtype=np.uint64).view(np.int64),
         "logprobs": logprobs_T[carry:],
     }
-    envelope = (call.extras or {}).get(ROUTED_EXPERTS)
+    extras = call.extras or {}
+    envelope = extras.get(ROUTED_EXPERTS)
     if isinstance(envelope, str):
         values = decode_routes(envelope).values
         if encode_routes(values) == envelope:  # a form that would come back differently stays in the metadata
             columns[ROUTES] = values
-            meta["extras"] = {k: v for k, v in call.extras.items() if k != ROUTED_EXPERTS}
+            meta["extras"] = {k: v for k, v in extras.items() if k != ROUTED_EXPERTS}
             meta[ROUTES] = True
     columns["meta"] = np.frombuffer(orjson.dumps(meta), dtype=np.uint8)
     return columns
