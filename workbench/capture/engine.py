@@ -190,6 +190,7 @@ class CapturingEngine(GatedEngine):
         # The engine is read in a task of its own, so that a reader who leaves (a cancelled request) does not cancel the
         # recording: the task still gets the engine's last word about what was sampled.
         outputs: asyncio.Queue[Any] = asyncio.Queue()
+        call.recorded = True
         recording = self._spawn(self._record(call, prompt, params, kwargs, outputs))
         try:
             while True:

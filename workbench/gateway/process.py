@@ -146,7 +146,9 @@ def parse_settings(config: Any) -> GatewaySettings:
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        # Named TCP on purpose: asyncio switches Nagle's delay off only for sockets that say so, and with it every
+        # exchange takes 40 ms longer.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         # So that a gateway can be started again at once on the port it just left; a live listener still refuses.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
