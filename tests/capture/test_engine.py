@@ -18,14 +18,15 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from capture.scripted_worker import TOKEN, Agent, close_clients, text_of
+from capture.templates import QWEN
 
 from workbench import models
 from workbench.capture.engine import SamplingPins
 from workbench.capture.staging import MemorySink
-from workbench.capture.transport import WORKER_TOKEN_ENV
+from workbench.capture.transport import WORKER_TOKEN_ENV, TaggedCall, current_call
 from workbench.capture.worker import PolicyServer, WorkerConfig
 from workbench.errors import WeightSyncError
-from workbench.wire import StagedCall
+from workbench.wire import CaptureAdmission, StagedCall
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
@@ -220,6 +221,42 @@ def _leaves(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, list):
         return [pair for item in value for pair in _leaves(item)]
     return []
+
+
+async def test_tool_call_turn_is_spliced_in_vllms_own_renderer(worker: Worker) -> None:
+    """Arguments that the renderer parses in place, one-shot lists, a template with tools: as a request brings them."""
+    from vllm.renderers import ChatParams
+
+    server = worker.server
+    parent = [1, 9, 8, 7, server.tokenizer.eos_token_id]
+    call = {"id": "c1", "type": "function", "function": {"name": "search", "arguments": '{"query": "Rome"}'}}
+    tools = [{"type": "function", "function": {"name": "search", "parameters": {}}}]
+    turn = {"role": "assistant", "content": None, "tool_calls": iter([call])}
+    messages = [USER, turn, {"role": "tool", "tool_call_id": "c1", "content": "rain"}]
+    admission = CaptureAdmission(
+        rollout_id="run.7.0.0",
+        model_call_id="child",
+        parent_call_id="parent",
+        prev_len=len(parent),
+        mode="token_in",
+        required_prefix_token_ids=parent,
+        parent_chain_hash="0" * 64,
+    )
+    tagged = TaggedCall(admission)
+    kwargs = {"tools": tools, "add_generation_prompt": True, "continue_final_message": False, "tokenize": False}
+    token = current_call.set(tagged)
+    try:
+        conversation, prompt = await server.engine.renderer.render_messages_async(
+            messages, ChatParams(chat_template=QWEN, chat_template_kwargs=kwargs)
+        )
+    finally:
+        current_call.reset(token)
+    assert tagged.failure is None
+    assert conversation[1]["tool_calls"][0]["function"]["arguments"] == {"query": "Rome"}
+    assert prompt["prompt_token_ids"][: len(parent)] == parent
+    assert server.tokenizer.decode(prompt["prompt_token_ids"][len(parent) :]) == (
+        "\n<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 async def test_response_of_a_captured_call_equals_that_of_an_uncaptured_one(worker: Worker) -> None:
