@@ -150,6 +150,7 @@ def _execute(run_dir: Path, parameters: dict[str, Any], *, live: bool, notebook:
     check_parameters(source, parameters)
     run_dir.mkdir(parents=True, exist_ok=True)
     target = run_dir / "campaign.ipynb"
+    began = time.monotonic()
     execution = _Execution(OwnKernel())
     thread = threading.Thread(
         target=_papermill, args=(execution, source, target, parameters), name="papermill", daemon=True
@@ -173,7 +174,8 @@ def _execute(run_dir: Path, parameters: dict[str, Any], *, live: bool, notebook:
     export_html(executed, html, title=f"{run_dir.name}: {outcome.status}")
     if target.stat().st_size > MAX_BYTES:
         print(f"workbench: {target} has {target.stat().st_size:,} bytes, more than {MAX_BYTES:,}", file=sys.stderr)
-    summary = _write_summary(run_dir, target, outcome) if live else None
+    seconds = time.monotonic() - began
+    summary = _write_summary(run_dir, target, outcome, seconds) if live else None
     return NotebookResult(target, html, outcome, _exit_code(outcome, execution.stop_signal), summary)
 
 
@@ -280,9 +282,9 @@ def _close_store(run_dir: Path, outcome: Outcome) -> None:
         writer.status({**status, "status": outcome.status, "phase": "ended by the runner", "error": error})
 
 
-def _write_summary(run_dir: Path, notebook: Path, outcome: Outcome) -> Summary | None:
+def _write_summary(run_dir: Path, notebook: Path, outcome: Outcome, seconds: float) -> Summary | None:
     try:
-        summary = summarise(run_dir, notebook=notebook, outcome=outcome)
+        summary = summarise(run_dir, notebook=notebook, outcome=outcome, seconds=seconds)
     except RunStoreError:
         return None
     with atomic_file(run_dir / "summary.json") as handle:

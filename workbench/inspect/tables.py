@@ -71,11 +71,11 @@ class PoisonTable(StaticView):
     def draw(self) -> Figure:
         shown = self.causes.head(12)
         names = shown["cause"].to_list()
-        figure, (matrix, totals) = panels(1.45 + 0.36 * max(1, len(names)), columns=2, width_ratios=[2.1, 1])
         if not names:
-            say_nothing_to_show(matrix, self.sentence())
-            say_nothing_to_show(totals, "")
+            figure, (only,) = panels(0.7)
+            say_nothing_to_show(only, self.sentence().removeprefix("Causes · "))
             return figure
+        figure, (matrix, totals) = panels(1.45 + 0.36 * len(names), columns=2, width_ratios=[2.1, 1])
         self._draw_matrix(matrix, names)
         counts = shown["rollouts"].to_list()
         totals.barh(range(len(names)), counts, height=0.62, color=REJECTED, hatch="////", edgecolor="white", lw=0)
