@@ -90,7 +90,7 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
     """
     run = runs.open(run_dir)
     steps, rollouts, calls, campaign = run.steps, run.rollouts, run.calls, run.campaign.row(0, named=True)
-    delta = run.logprobs()["delta"].drop_nulls()
+    delta_T = run.logprobs()["delta"].drop_nulls().to_numpy()
     token_in = int((calls["mode"] == "token_in").sum())
     roots = int((calls["mode"] == "text").sum())
     return Summary(
@@ -120,8 +120,8 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
             }
             for row in steps.iter_rows(named=True)
         ],
-        trained_tokens=delta.len(),
-        mean_abs_logprob_delta=float(delta.abs().mean()) if delta.len() else None,
+        trained_tokens=int(delta_T.size),
+        mean_abs_logprob_delta=float(abs(delta_T).mean()) if delta_T.size else None,
         reward_first_step=_mean_reward(rollouts, "min"),
         reward_last_step=_mean_reward(rollouts, "max"),
         seconds=round(seconds, 1),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Callable
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,11 @@ class Run:
             lambda: sampled_logprobs(self.name, self._read("rows"), self._read("train")),
         )
 
+    def token_ids(self) -> set[int]:
+        """Every token id that occurs in a stored call or row."""
+        stored = [self._read(table, ["token_ids"])["token_ids"].explode().drop_nulls() for table in ("calls", "rows")]
+        return set(pl.concat(stored).unique().to_list())
+
     def receipt(self, rollout_id: str) -> RolloutReceipt:
         """The stored receipt. Raises RunStoreError when there is none (not finalised, or finalised without one)."""
         for path in sorted((self.path / "receipts").glob("*.jsonl")):
@@ -178,7 +184,7 @@ class Run:
         published = sorted(self.path.glob("weights/*/tokenizer.json"), key=lambda p: p.stat().st_mtime)
         for path in [own, *reversed(published)]:
             if path.exists():
-                return self._cached(f"vocabulary {path}", [path], lambda path=path: load_vocabulary(path))
+                return self._cached(f"vocabulary {path}", [path], partial(load_vocabulary, path))
         raise RunStoreError(
             f"{self.path} has neither vocabulary.json nor weights/*/tokenizer.json; pass a vocabulary: "
             "workbench.runs.load_vocabulary(MODEL/tokenizer.json)"
