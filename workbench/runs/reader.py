@@ -340,8 +340,8 @@ def docs() -> str:
     """The columns of every frame as a Markdown page, rendered from their declarations (kept as docs/frames.md)."""
     parts = [
         "# Frames of a run\n\n"
-        "`workbench.runs.open(path)` gives these Polars frames; `.to_pandas()` is Polars' own. A null means not known,\n"
-        "never zero. Rendered from the declarations: `python -m workbench.runs.reader > docs/frames.md`."
+        "`workbench.runs.open(path)` gives these Polars frames; `.to_pandas()` is Polars' own. A null means\n"
+        "not known, never zero. Rendered from the declarations: `python -m workbench.runs.reader > docs/frames.md`."
     ]
     for table in ("campaigns", "steps", "groups", "rollouts", "calls"):
         added = "\n".join(f"| `{c.name}` | {c.dtype} | {c.unit} | {c.meaning} |" for c in frames.ADDED.get(table, ()))
