@@ -146,6 +146,9 @@ class Fleet:
                     "env_vars": {
                         WORKER_TOKEN: os.environ[WORKER_TOKEN],
                         **dataplane.environment(plane.send_recv_timeout_s, plane.max_attempts),
+                        # Engine and trainer share this machine's processors: a thread that spins while it waits for
+                        # its team would take them from the other.
+                        "OMP_WAIT_POLICY": "PASSIVE",
                     }
                 },
             }
