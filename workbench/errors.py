@@ -72,7 +72,7 @@ class SpliceError(CaptureError):
 
 
 class CallRefused(CaptureError, ValueError):
-    """This request cannot be captured exactly, or was admitted before. A `ValueError`, so that it is served as a 400."""
+    """This request cannot be captured exactly, or was admitted before. A `ValueError`, so it is served as a 400."""
 
 
 class LedgerError(WorkbenchError):

@@ -61,6 +61,8 @@ def test_every_command_has_help_and_a_sentence():
         (("run", "cpu_smoke", "train.steps=x"), "train.steps: expected a whole number ≥ 1, got 'x'"),
         (("run", "cpu_smoke", "environment.options.trns=3"), "environment.options.trns"),
         (("run", "cpu_smoke", "ray.num_cpus=2"), "at least 3 logical CPUs"),
+        (("run", "cpu_smoke", "ray.num_cpus=4"), "ray.num_cpus 4, 6 actors; set ray.num_cpus=6"),
+        (("run", "cpu_smoke", "model.path=no_such_model"), "no 'no_such_model'"),
         (("run", "no_such_recipe"), "No recipe file 'no_such_recipe'"),
         (("recipe", "check", "cpu_smoke", "environment.name=x"), "no environment 'x'"),
         (("recipe", "show", "cpu_smoke", "x"), "expected key=value"),
@@ -105,6 +107,15 @@ def test_doctor_names_a_port_in_use_with_its_key():
     assert port("gateway.port", "127.0.0.1", 0).good
 
 
+def test_run_refuses_a_port_in_use_before_anything_starts():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        done = workbench("run", "cpu_smoke", f"gateway.port={taken.getsockname()[1]}")
+    assert done.returncode == 2
+    assert "in use" in done.stderr and done.stderr.count("\n") == 1
+
+
 def test_doctor_counts_the_logical_cpus_of_the_recipe():
     assert logical_cpus(load_recipe("cpu_smoke")).good
     short = logical_cpus(load_recipe("cpu_smoke", ["ray.num_cpus=4"]))
@@ -128,10 +139,18 @@ def test_doctor_finds_a_companion_of_torch_that_does_not_import(tmp_path, monkey
 
 
 def test_doctor_refuses_a_temporary_directory_too_long_for_sockets(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 60)
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/" + "x" * 80)
     assert "TMPDIR=/tmp" in temporary_directory().cure
     monkeypatch.setattr("tempfile.tempdir", "/tmp")
     assert temporary_directory().good
+
+
+def test_a_missing_compiler_or_header_names_the_debian_package(monkeypatch):
+    assert machine.compiler().good
+    monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")
+    assert "-dev" in machine.compiler().cure
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert "apt-get install g++ python3" in machine.compiler().cure
 
 
 def test_too_little_memory_and_disk_are_said_with_what_is_needed(tmp_path, monkeypatch):

@@ -93,6 +93,7 @@ def test_make_without_a_python_says_which_one_to_install(checkout):
         ("machine.memory_gib = lambda: 3.0", "set-up: memory: 3.0 GiB; needs 8 GB"),
         ("machine.INSTALL_GIB = 1e9", "needs 1000000000 GiB free there"),
         ("machine.importlib.util.find_spec = lambda name: None", "-venv"),
+        ("machine.shutil.which = lambda name: None", "set-up: compiler: no g++; on Debian: apt-get install g++"),
         ("sys.version_info = (3, 9, 2)", "Python 3.11 or newer is needed, this is 3.9"),
     ],
 )

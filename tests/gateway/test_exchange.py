@@ -141,7 +141,7 @@ async def test_sampling_belongs_to_the_recipe(stack: Stack) -> None:
     assert 'workbench_stripped_fields_total{field="logprobs"} 1.0' in metrics
     record = (await stack.control.manifest("chain.pins")).records[0]
     (row,) = await staged(stack, [record])
-    assert row.extras is None or row.extras["sampling"]["temperature"] == 1.0
+    assert row.extras is not None and row.extras["sampling"]["temperature"] == 1.0
 
 
 @pytest.mark.parametrize("field", ["echo", "use_beam_search", "continue_final_message", "n", "best_of"])

@@ -153,6 +153,7 @@ async def test_an_agents_request_id_is_not_forwarded(tmp_path: Path) -> None:
         (stream_of(chunk("ye"), chunk("s")), "worker_capture_failed"),
         (stream_of(chunk("ye"), breaks=True), "worker_capture_failed"),
         (stream_of(chunk("ye"), b'data: {"error": {"message": "boom"}}\n\n'), "worker_capture_failed"),
+        (stream_of(chunk("ye"), b'data: {"choices": [{"delta": {"tool_calls": [3]}}]}\n\n'), "worker_capture_failed"),
         (stream_of(), "request_finished_without_staged_coordinates"),
         (stream_of(b'data: {"error": {"message": "boom"}}\n\n'), "request_finished_without_staged_coordinates"),
         (stream_of(chunk(None, "stop")[:-2]), "request_finished_without_staged_coordinates"),

@@ -72,7 +72,11 @@ def main() -> None:
 @click.option("--run", "run_name", help="Name of the run's directory; default: the recipe's name and the time.")
 def run(recipe: str, overrides: tuple[str, ...], run_name: str | None) -> None:
     """Run a campaign; leaves reports/RUN/ with the notebook and the records."""
-    checked_recipe(recipe, overrides)
+    from workbench.campaign.doctor import before_a_run
+
+    for finding in before_a_run(checked_recipe(recipe, overrides)):
+        if not finding.good:
+            raise SetupError(f"{finding.what}: {finding.found}; {finding.cure}")
     from workbench.campaign import runner
 
     sys.exit(runner.run_recipe(recipe, overrides, run_name))

@@ -25,8 +25,8 @@ from workbench.recipe_schema import Recipe
 
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 IMPORT_TIMEOUT_S = 120.0
-# A Unix socket's path may have 107 bytes, and Ray's sockets stand 65 deep inside its temporary directory.
-LONGEST_TMPDIR = 40
+# A Unix socket's path may have 107 bytes, and vLLM puts names of 36 letters and a suffix into the temporary directory.
+LONGEST_TMPDIR = 64
 
 
 def examine(recipe: Recipe | None = None) -> Iterator[Finding]:
@@ -38,13 +38,18 @@ def examine(recipe: Recipe | None = None) -> Iterator[Finding]:
     yield temporary_directory()
     yield processors()
     if recipe is not None:
-        yield logical_cpus(recipe)
-        yield model(recipe)
-        yield port("gateway.port", recipe.gateway.host, recipe.gateway.port)
-        yield port("engine.port", "127.0.0.1", recipe.engine.port)
+        yield from before_a_run(recipe)
     yield packages()
     yield from torch_companions()
     yield engine_platform()
+
+
+def before_a_run(recipe: Recipe) -> Iterator[Finding]:
+    """What would end this recipe minutes after its start, found in milliseconds."""
+    yield logical_cpus(recipe)
+    yield port("gateway.port", recipe.gateway.host, recipe.gateway.port)
+    yield port("engine.port", "127.0.0.1", recipe.engine.port)
+    yield model(recipe)
 
 
 def processors() -> Finding:
@@ -57,7 +62,7 @@ def processors() -> Finding:
 def temporary_directory() -> Finding:
     place = tempfile.gettempdir()
     if len(os.fsencode(place)) > LONGEST_TMPDIR:
-        return Finding("tmpdir", place, "too long for Ray's sockets; set a short one: TMPDIR=/tmp")
+        return Finding("tmpdir", place, "too long for vLLM's sockets; set a short one: TMPDIR=/tmp")
     return Finding("tmpdir", place)
 
 

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import shutil
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,8 +89,12 @@ def processors() -> int:
 
 
 def compiler() -> Finding:
-    """vLLM's CPU engine compiles small kernels when it starts."""
-    found = shutil.which("g++") or shutil.which("c++")
+    """The C++ compiler and Python's headers: vLLM compiles small kernels at the first call, and dies without them."""
+    package = f"python{sys.version_info[0]}.{sys.version_info[1]}-dev"
+    found = shutil.which("g++")
     if found is None:
-        return Finding("compiler", "no g++", "on Debian: apt-get install g++")
+        return Finding("compiler", "no g++", f"on Debian: apt-get install g++ {package}")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    if not header.is_file():
+        return Finding("compiler", f"no {header}", f"on Debian: apt-get install {package}")
     return Finding("compiler", found)

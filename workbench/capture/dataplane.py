@@ -86,9 +86,8 @@ def start(
             "or set ray.address=local to start a Ray of its own"
         )
     needed = storage_units + CONTROLLER_CPUS
-    free = ray.available_resources().get("CPU", 0.0)
+    total, free = _logical_cpus(needed)
     if free < needed:
-        total = ray.cluster_resources().get("CPU", 0.0)
         raise SetupError(
             f"the data plane needs {needed} logical CPUs of Ray (1 controller + {storage_units} storage units), "
             f"{free:g} of {total:g} are free; raise ray.num_cpus or lower data_plane.storage_units"
@@ -244,6 +243,19 @@ def _set_limits(send_recv_timeout_s: float, max_attempts: int) -> None:
     if (module := sys.modules.get(_MANAGER_MODULE)) is not None:
         for variable, value in variables.items():
             setattr(module, variable, int(value))
+
+
+def _logical_cpus(needed: int, wait_s: float = 5.0) -> tuple[float, float]:
+    """(total, free). Ray frees the slots of an actor some time after its end, so a restart waits a little for them."""
+    import ray
+
+    deadline = time.monotonic() + wait_s
+    while True:
+        total = ray.cluster_resources().get("CPU", 0.0)
+        free = ray.available_resources().get("CPU", 0.0)
+        if free >= needed or total < needed or time.monotonic() > deadline:
+            return total, free
+        time.sleep(0.1)
 
 
 def _leave_torch_threads_alone() -> None:

@@ -106,8 +106,30 @@ class GenerationGate:
             self._open.set()
 
 
-class CapturingEngine:
-    """The engine client that the serving app gets.
+class GatedEngine:
+    """An engine client whose generations wait at the gate; everything else is the engine's own."""
+
+    def __init__(self, engine: Any, gate: GenerationGate) -> None:
+        self._engine = engine
+        self._gate = gate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        """The engine's `generate`, unchanged."""
+        async with self._gate.call():
+            outputs = self._engine.generate(prompt, sampling_params, request_id, **kwargs)
+            # Closed here and now when the reader leaves: the gate must not open while the engine still runs the call.
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    yield output
+
+
+class CapturingEngine(GatedEngine):
+    """The engine client that the serving app gets: tagged generations are captured.
 
     `pins` are the recipe's sampling settings; `overrides` counts, by name, how often a request asked for others.
     """
@@ -123,32 +145,23 @@ class CapturingEngine:
         logprobs_mode: str,
         weight_version: Callable[[], int],
     ) -> None:
-        self._engine = engine
+        super().__init__(engine, gate)
         self._weight_version = weight_version
         self._core = core
         self._board = board
         self._prefixes = prefixes
-        self._gate = gate
         self._pins = pins
         self._logprobs_mode = logprobs_mode
         self.overrides: Counter[str] = Counter()
         # The event loop keeps only weak references to tasks.
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    @property
-    def engine(self) -> Any:
-        """The engine underneath, for calls that are nobody's rollout (scoring)."""
-        return self._engine
-
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """The engine's `generate`. Raises `CallRefused` for a tagged call that cannot be captured exactly."""
         # Read here and not in the generator: a streamed response is iterated in another task than the handler's.
         call = current_call.get()
         if call is None:
-            return self._untagged(prompt, sampling_params, request_id, kwargs)
+            return super().generate(prompt, sampling_params, request_id, **kwargs)
         where = f"{call.admission.rollout_id}/{call.admission.model_call_id}"
         if call.taken:
             raise CallRefused(f"Call {where} asked for a second generation; one admission is one completion.")
@@ -171,22 +184,13 @@ class CapturingEngine:
         params.logprobs = 0
         return params
 
-    async def _untagged(
-        self, prompt: Any, params: Any, request_id: str, kwargs: dict[str, Any]
-    ) -> AsyncGenerator[Any, None]:
-        async with self._gate.call():
-            outputs = self._engine.generate(prompt, params, request_id, **kwargs)
-            # Closed here and now when the reader leaves: the gate must not open while the engine still runs the call.
-            async with contextlib.aclosing(outputs):
-                async for output in outputs:
-                    yield output
-
     async def _tagged(
         self, call: TaggedCall, prompt: Any, params: Any, kwargs: dict[str, Any]
     ) -> AsyncGenerator[Any, None]:
         # The engine is read in a task of its own, so that a reader who leaves (a cancelled request) does not cancel the
         # recording: the task still gets the engine's last word about what was sampled.
         outputs: asyncio.Queue[Any] = asyncio.Queue()
+        call.recorded = True
         recording = self._spawn(self._record(call, prompt, params, kwargs, outputs))
         try:
             while True:

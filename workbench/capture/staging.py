@@ -2,13 +2,11 @@
 
     sink.stage_async(call)  ->  TransferQueue partition `staging`, key <rollout>/<call>  ->  source.fetch(keys)
 
-A row is few columns, because every column costs at put and get: `token_ids` int64[T] (the bits of the wire's uint64),
-`logprobs` float32[G] (the G generated tokens; a carry's are 0 by contract), `meta` uint8[...] (JSON of the
-other fields) and, where the call has routed experts, `routes` [T, layers, topk] in its wire dtype. Tags are
-`rollout_id` and `weight_version`, nothing else, and prove nothing.
-Invariants: `unpack(pack(call)) == call`, bit for bit; a staged call is acknowledged by the storage unit when `stage`
-returns; `fetch` answers for every key that was asked, in order, and a row it answers with is the one asked for.
-Not here: whether the digests are right (`workbench.finalizer.verify`): a changed token comes through and fails there.
+Tags are `rollout_id` and `weight_version`, nothing else, and prove nothing.
+Invariants: a staged call is acknowledged by the storage unit when `stage` returns; `fetch` answers for every key that
+was asked, in order, and a row it answers with is the one asked for, bit for bit.
+Not here: a row's columns (staged_row), whether the digests are right (`workbench.finalizer.verify`): a changed token
+comes through and fails there.
 """
 
 from __future__ import annotations
@@ -16,130 +14,26 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import orjson
 
 from workbench.capture import dataplane
-from workbench.errors import DeadlineExceeded, StagingError, WireError, WorkbenchError
-from workbench.wire import Cause, StagedCall, decode_routes, encode_routes, staging_key
-from workbench.wire.extras import ROUTED_EXPERTS
-
-if TYPE_CHECKING:
-    from tensordict import TensorDict
-
-_COLUMNS = ("token_ids", "logprobs", "meta")
-_ROUTES = "routes"
-_ARRAYS = ("token_ids_delta", "token_mask_delta", "generation_log_probs_delta")
-_INTEGERS = (
-    "schema_version",
-    "digest_version",
-    "extras_digest_version",
-    "prev_len",
-    "delta_len",
-    "cum_len",
-    "weight_version",
+from workbench.capture.staged_row import (
+    COLUMNS,
+    ROUTES,
+    has_routes,
+    identity,
+    missing_row,
+    pack,
+    split_rows,
+    tags_of,
+    unpack,
 )
-_TEXTS = ("rollout_id", "model_call_id", "mode", "digest", "extras_digest", "chain_hash", "cumulative_hash")
-_FIELDS = {*_INTEGERS, *_TEXTS, "parent_call_id", "extras"}
+from workbench.errors import DeadlineExceeded, StagingError, WorkbenchError
+from workbench.wire import Cause, StagedCall
 
-
-def tags_of(call: StagedCall) -> dict[str, Any]:
-    """The fixed tag schema of the staging partition."""
-    return {"rollout_id": call.rollout_id, "weight_version": call.weight_version}
-
-
-def pack(call: StagedCall) -> dict[str, np.ndarray]:
-    """Columns of one staged call (see the head). Raises StagingError when the delta is not carry, then generation."""
-    mask_T = np.asarray(call.token_mask_delta)
-    carry = int(np.count_nonzero(mask_T == 0))
-    logprobs_T = np.asarray(call.generation_log_probs_delta, dtype=np.float32)
-    if mask_T[:carry].any() or (mask_T[carry:] != 1).any() or logprobs_T[:carry].view(np.uint32).any():
-        raise _invalid(
-            call.staging_key, "its mask is not carry (0) then generation (1), with log-prob exactly 0.0 on the carry"
-        )
-    meta = {name: getattr(call, name) for name in _FIELDS}
-    columns = {
-        "token_ids": np.asarray(call.token_ids_delta, dtype=np.uint64).view(np.int64),
-        "logprobs": logprobs_T[carry:],
-    }
-    envelope = (call.extras or {}).get(ROUTED_EXPERTS)
-    if isinstance(envelope, str):
-        values = decode_routes(envelope).values
-        if encode_routes(values) == envelope:  # a form that would come back differently stays in the metadata
-            columns[_ROUTES] = values
-            meta["extras"] = {k: v for k, v in call.extras.items() if k != ROUTED_EXPERTS}
-            meta[_ROUTES] = True
-    columns["meta"] = np.frombuffer(orjson.dumps(meta), dtype=np.uint8)
-    return columns
-
-
-def unpack(key: str, columns: Mapping[str, np.ndarray]) -> StagedCall:
-    """The staged call under `key`, digests unchecked. Raises StagingError(invalid_staging_row) for any other row."""
-    meta = _read_meta(key, columns)
-    ids_T, logprobs_G = columns["token_ids"], columns["logprobs"]
-    for name, column, dtype in (("token_ids", ids_T, np.int64), ("logprobs", logprobs_G, np.float32)):
-        if column.dtype != dtype or column.ndim != 1:
-            raise _invalid(key, f"{name} must be {np.dtype(dtype)}[T], got {column.dtype}{list(column.shape)}")
-    carry = ids_T.size - logprobs_G.size
-    if carry < 0:
-        raise _invalid(key, f"it has {logprobs_G.size} log-probs for {ids_T.size} token ids")
-    if meta.pop(_ROUTES, None):
-        if _ROUTES not in columns:
-            raise _invalid(key, "its routed experts did not come back with it")
-        try:
-            meta["extras"] = {**(meta["extras"] or {}), ROUTED_EXPERTS: encode_routes(columns[_ROUTES])}
-        except WireError as error:
-            raise _invalid(key, f"its routed experts cannot be read: {error}") from error
-    mask_T = np.ones(ids_T.size, dtype=np.float32)
-    mask_T[:carry] = 0.0
-    logprobs_T = np.zeros(ids_T.size, dtype=np.float32)
-    logprobs_T[carry:] = logprobs_G
-    arrays = dict(zip(_ARRAYS, (ids_T.view(np.uint64), mask_T, logprobs_T), strict=True))
-    return StagedCall.unverified(**meta, **arrays)
-
-
-def _read_meta(key: str, columns: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    absent = [name for name in _COLUMNS if name not in columns]
-    if absent:
-        raise _invalid(key, f"it has no column {', '.join(absent)}")
-    meta_column = columns["meta"]
-    try:
-        meta = orjson.loads(np.ascontiguousarray(meta_column, dtype=np.uint8).tobytes())
-    except (orjson.JSONDecodeError, TypeError, ValueError) as error:
-        raise _invalid(key, f"its metadata is not JSON: {error}") from error
-    if not isinstance(meta, dict) or _FIELDS - meta.keys() or meta.keys() - _FIELDS - {_ROUTES}:
-        raise _invalid(key, f"its metadata must have exactly the fields {', '.join(sorted(_FIELDS))}")
-    well_typed = (
-        all(type(meta[name]) is int and meta[name] >= 0 for name in _INTEGERS)
-        and all(isinstance(meta[name], str) for name in _TEXTS)
-        and isinstance(meta["parent_call_id"], str | None)
-        and isinstance(meta["extras"], dict | None)
-    )
-    if not well_typed:
-        raise _invalid(key, "its metadata has a field of another type than the record's")
-    identity = f"{meta['rollout_id']}/{meta['model_call_id']}"
-    if identity != key:
-        raise _invalid(key, f"it says that it is call {identity}")
-    return meta
-
-
-def _invalid(key: str, why: str) -> StagingError:
-    return StagingError(
-        f"staged call {key} cannot be used: {why}; its rollout is masked, see `workbench inspect`",
-        cause=Cause.INVALID_STAGING_ROW,
-        key=key,
-    )
-
-
-def _missing(key: str) -> StagingError:
-    return StagingError(
-        f"staged call {key} is not in TransferQueue, though it was acknowledged once; a storage unit that died takes "
-        f"its rows along, or the group was cleared before",
-        cause=Cause.MISSING_STAGING_ROW,
-        key=key,
-    )
+__all__ = ["MemorySink", "TransferQueueSink", "TransferQueueSource", "pack", "split_rows", "tags_of", "unpack"]
 
 
 class MemorySink:
@@ -162,7 +56,7 @@ class MemorySink:
 
     async def fetch(self, keys: Sequence[str]) -> list[StagedCall | StagingError]:
         self.reads += bool(keys)
-        return [_try_unpack(key, self.rows[key]) if key in self.rows else _missing(key) for key in keys]
+        return [_try_unpack(key, self.rows[key]) if key in self.rows else missing_row(key) for key in keys]
 
     async def clear(self, keys: Sequence[str]) -> None:
         for key in keys:
@@ -258,12 +152,12 @@ class TransferQueueSource:
             return {}
         except Exception:  # no key known, one is a tag without a row, a storage unit is gone: read one by one
             return {}
-        if any(name not in row for row in rows for name in _COLUMNS):
+        if any(name not in row for row in rows for name in COLUMNS):
             return {}  # one row lacks a column, so TransferQueue left it out of all of them
         if len(rows) == len(keys):
             return dict(zip(keys, rows, strict=True))
         # Some keys had no row and were left out without a word. Only the rows themselves say which are which.
-        named = [(_identity(row), row) for row in rows]
+        named = [(identity(row), row) for row in rows]
         count = Counter(name for name, _ in named)
         return {name: row for name, row in named if name in set(keys) and count[name] == 1}
 
@@ -273,24 +167,24 @@ class TransferQueueSource:
                 rows = await self._get([key])
             except DeadlineExceeded:
                 await dataplane.check_alive()
-                return _missing(key)
+                return missing_row(key)
             except ValueError:  # not found, or a tag without a row
-                return _missing(key)
+                return missing_row(key)
             except WorkbenchError:
                 raise
             except Exception as error:
                 return StagingError(
                     f"staged call {key} could not be read: {error}", cause=Cause.MISSING_STAGING_ROW, key=key
                 )
-        return _try_unpack(key, rows[0]) if len(rows) == 1 else _missing(key)
+        return _try_unpack(key, rows[0]) if len(rows) == 1 else missing_row(key)
 
     async def _add_routes(self, columns: dict[str, dict[str, np.ndarray]]) -> None:
         # In a batch where some calls have no routes, TransferQueue drops the column from all.
-        lacking = [key for key, row in columns.items() if _ROUTES not in row and _has_routes(row)]
+        lacking = [key for key, row in columns.items() if ROUTES not in row and has_routes(row)]
         if not lacking:
             return
         try:
-            rows = await self._get(lacking, [*_COLUMNS, _ROUTES])
+            rows = await self._get(lacking, [*COLUMNS, ROUTES])
         except Exception:
             rows = []
         if len(rows) == len(lacking):
@@ -302,36 +196,8 @@ class TransferQueueSource:
         return split_rows(batch)
 
 
-def split_rows(batch: TensorDict) -> list[dict[str, np.ndarray]]:
-    """Rows of a TransferQueue batch as numpy columns, whatever container each column came back in."""
-    names = sorted(map(str, batch.keys()))
-    if not names:
-        return []
-    columns = {}
-    for name in names:
-        column = batch.get(name)
-        rows = column.unbind() if hasattr(column, "unbind") and hasattr(column, "dtype") else column.tolist()
-        columns[name] = [np.asarray(row) for row in rows]
-    return [{name: columns[name][i] for name in names} for i in range(batch.batch_size[0])]
-
-
 def _try_unpack(key: str, columns: Mapping[str, np.ndarray]) -> StagedCall | StagingError:
     try:
         return unpack(key, columns)
     except StagingError as error:
         return error
-
-
-def _identity(columns: Mapping[str, np.ndarray]) -> str | None:
-    try:
-        meta = orjson.loads(columns["meta"].tobytes())
-        return staging_key(meta["rollout_id"], meta["model_call_id"])
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def _has_routes(columns: Mapping[str, np.ndarray]) -> bool:
-    try:
-        return orjson.loads(columns["meta"].tobytes()).get(_ROUTES) is not None
-    except (ValueError, AttributeError):
-        return False

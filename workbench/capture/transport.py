@@ -54,6 +54,8 @@ class TaggedCall:
     """Why this call cannot be captured although the agent is served; None while it still can."""
     taken: bool = False
     """Whether the engine wrapper has accepted a generation under this admission; one admission is one generation."""
+    recorded: bool = False
+    """Whether a recording of that generation was begun; it then settles or closes the call itself."""
     abandoned: bool = False
     """Whether the reader of the outputs is gone."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -165,7 +167,7 @@ class CaptureGate:
             await self._app(scope, _replay(body, receive), send)
         finally:
             current_call.reset(context)
-            if not call.taken:
+            if not call.recorded:
                 self._board.close(call)
 
     async def _admit(self, headers: dict[bytes, bytes], receive: Receive) -> tuple[TaggedCall, bytes]:

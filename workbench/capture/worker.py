@@ -22,7 +22,7 @@ import ray
 from pydantic import BaseModel, ConfigDict, Field
 
 from workbench.capture.core import CaptureCore, StagingSink, StagingSource
-from workbench.capture.engine import CapturingEngine, GenerationGate, SamplingPins
+from workbench.capture.engine import CapturingEngine, GatedEngine, GenerationGate, SamplingPins
 from workbench.capture.prefix import PrefixStore
 from workbench.capture.splice import Splicer
 from workbench.capture.transport import WORKER_TOKEN_ENV, CallBoard, CaptureGate
@@ -67,6 +67,8 @@ class WorkerConfig(BaseModel):
     start_timeout_s: float = Field(default=240.0, gt=0.0)
     quiet_timeout_s: float = Field(default=120.0, gt=0.0)
     """How long a weight update waits for running calls to end."""
+    load_timeout_s: float = Field(default=120.0, gt=0.0)
+    """How long the engine may take to load new weights."""
     enforce_eager: bool = True
     """Run without compiling the model; on a CPU compiling costs minutes and gains little."""
     engine_arguments: list[str] = Field(default_factory=list)
@@ -105,6 +107,7 @@ class PolicyServer:
     def status(self) -> dict[str, Any]:
         """What `GET /workbench/status` answers."""
         return {
+            "pid": os.getpid(),
             "weight_version": self._version,
             "live_calls": self.board.live_calls,
             "running_generations": self.gate.running,
@@ -161,7 +164,7 @@ class PolicyServer:
     def _wrap(self, engine: Any, stops: set[int]) -> Any:
         config = self.config
         if not config.capture_enabled:
-            return engine
+            return GatedEngine(engine, self.gate)
         self.capturing = CapturingEngine(
             engine,
             self.core,
@@ -217,7 +220,8 @@ class PolicyServer:
         """Load the safetensors folder `path` as weight version `version`; returns the seconds each part took.
 
         New calls wait meanwhile. Raises `WeightSyncError` when loading fails or the prefix cache was not reset,
-        `DeadlineExceeded` when running calls do not end within `quiet_timeout_s`.
+        `DeadlineExceeded` when running calls do not end within `quiet_timeout_s` or loading takes longer than
+        `load_timeout_s`, `ComponentDied` when the engine is gone.
         """
         if version <= self._version:
             raise WeightSyncError(f"Weight version {version} came after {self._version}; versions only grow.")
@@ -226,16 +230,29 @@ class PolicyServer:
             quiet = time.perf_counter()
             timings = {"quiet_s": quiet - began}
             if self.config.engine == "vllm":
+                self._check_alive()
                 timings |= await self._load(path)
             self._version = version
         return timings | {"total_s": time.perf_counter() - began}
+
+    def _check_alive(self) -> None:
+        if self.config.engine == "vllm" and (self.engine is None or self.engine.errored):
+            raise ComponentDied(
+                "The engine of the policy worker is gone. Next: its last words are in the worker's log."
+            )
 
     async def _load(self, path: str) -> dict[str, float]:
         if not (Path(path) / "config.json").is_file():
             raise WeightSyncError(f"No weights at {path}: expected a folder with config.json and safetensors files.")
         try:
-            (timings, *_) = await self.engine.collective_rpc("workbench_reload", args=(str(path),))
+            reload = self.engine.collective_rpc("workbench_reload", args=(str(path),))
+            (timings, *_) = await asyncio.wait_for(reload, self.config.load_timeout_s)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"The engine did not load {path} within {self.config.load_timeout_s:g} s; its weights are in doubt."
+            ) from error
         except Exception as error:
+            self._check_alive()
             raise WeightSyncError(f"The engine could not load {path}: {error}") from error
         # With requests still holding blocks the engine would keep old keys and values and only warn about it.
         if not await self.engine.reset_prefix_cache(reset_running_requests=True):
@@ -248,6 +265,7 @@ class PolicyServer:
             raise CaptureError("The scripted engine has no model, so it cannot score tokens; skip the proof with it.")
         from workbench.capture import vllm_runtime
 
+        self._check_alive()
         async with self.gate.call():
             return await vllm_runtime.score(self.engine, token_ids)
 

@@ -262,21 +262,27 @@ def _group_row(
     verdict: LinearizedRow | _Rejection,
     placeholder_T: np.ndarray,
 ) -> GroupRow:
-    valid = isinstance(verdict, LinearizedRow)
+    row = _no_vote(outcome.rollout_id, placeholder_T) if isinstance(verdict, _Rejection) else verdict
     return GroupRow(
         rollout_id=outcome.rollout_id,
         group_id=request.group_id,
         index=outcome.index,
         reward=outcome.reward,
         reward_components=outcome.reward_components,
-        sample_mask=int(valid),
-        prompt_len=verdict.prompt_len if valid else int(placeholder_T.size),
-        model_call_ids=list(verdict.model_call_ids) if valid else [],
-        weight_versions=list(verdict.weight_versions) if valid else [],
-        weight_version_spans=[list(span) for span in verdict.weight_version_spans] if valid else [],
-        link_spans=[list(span) for span in verdict.link_spans] if valid else [],
-        cause=None if valid else verdict.cause.value,
-        token_ids=verdict.token_ids if valid else placeholder_T,
-        token_mask=verdict.token_mask.astype(np.uint8) if valid else np.zeros(placeholder_T.size, np.uint8),
-        logprobs=verdict.logprobs if valid else np.zeros(placeholder_T.size, np.float32),
+        sample_mask=int(isinstance(verdict, LinearizedRow)),
+        prompt_len=row.prompt_len,
+        model_call_ids=list(row.model_call_ids),
+        weight_versions=list(row.weight_versions),
+        weight_version_spans=[list(span) for span in row.weight_version_spans],
+        link_spans=[list(span) for span in row.link_spans],
+        cause=verdict.cause.value if isinstance(verdict, _Rejection) else None,
+        token_ids=row.token_ids,
+        token_mask=row.token_mask.astype(np.uint8),
+        logprobs=row.logprobs,
     )
+
+
+def _no_vote(rollout_id: str, prompt_T: np.ndarray) -> LinearizedRow:
+    """A row that is prompt only and stands on no call."""
+    zeros_T = np.zeros(prompt_T.size, dtype=np.float32)
+    return LinearizedRow(rollout_id, prompt_T, zeros_T, zeros_T, [], int(prompt_T.size), [], [], [], [])

@@ -3,8 +3,9 @@
     group_metrics(outcomes, summaries) -> GroupMetrics      pool_metrics(groups) -> dict of the step
 
 `token_in_rate` = token_in calls / all calls, unresolved and failed ones included: how much of what the policy was asked
-continued from recorded tokens. `token_in_rate_after_roots` takes each rollout's first root out of the denominator,
-because a conversation has to begin somewhere; 1.0 means that every later call continued one.
+continued from recorded tokens. `token_in_rate_after_roots` leaves roots (text calls, a retried first request among
+them) out of the denominator, because a conversation has to begin somewhere; 1.0 means that every other call continued
+one.
 Not here: training metrics (train).
 """
 
@@ -37,7 +38,7 @@ class GroupMetrics(BaseModel):
     reward_square_sum: float = 0.0
     calls: int = 0
     token_in_calls: int = 0
-    rollouts_with_root: int = 0
+    root_calls: int = 0
     failed_calls: int = 0
     unresolved_calls: int = 0
     receipts: int = 0
@@ -57,7 +58,7 @@ class GroupMetrics(BaseModel):
             "reward_std": None if variance is None else math.sqrt(variance),
             "valid_row_rate": _share(self.valid_rows, self.rows),
             "token_in_rate": _share(self.token_in_calls, self.calls),
-            "token_in_rate_after_roots": _share(self.token_in_calls, self.calls - self.rollouts_with_root),
+            "token_in_rate_after_roots": _share(self.token_in_calls, self.calls - self.root_calls),
             "terminal_selection_fractions": {
                 method: count / self.receipts for method, count in selections.items() if self.receipts
             },
@@ -88,7 +89,7 @@ def group_metrics(outcomes: Sequence[RolloutOutcome], summaries: Sequence[RowSum
         reward_square_sum=math.fsum(row.reward * row.reward for row in valid),
         calls=len(records) + len(failures),
         token_in_calls=sum(record.mode == "token_in" for record in records),
-        rollouts_with_root=sum(any(r.mode == "text" for r in receipt.manifest) for receipt in receipts),
+        root_calls=sum(record.mode == "text" for record in records),
         failed_calls=len(failures),
         unresolved_calls=sum(failure.reason == Cause.UNRESOLVED_PARENT for failure in failures),
         receipts=len(receipts),

@@ -40,7 +40,7 @@ from workbench.wire import check_rollout_id
 
 OWN_HEADERS = "x-workbench-"
 COMPACTION_HEADER = "x-workbench-compaction"
-STOP_GRACE_S = 5.0
+STOP_GRACE_S = 3.0
 
 
 @dataclass

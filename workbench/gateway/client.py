@@ -89,9 +89,9 @@ class ControlClient:
         if answer.status_code == 200:
             return orjson.loads(answer.content)
         try:
-            error = orjson.loads(answer.content)["error"]
+            said = orjson.loads(answer.content)["error"]
         except (orjson.JSONDecodeError, KeyError, TypeError):
-            error = {"message": answer.text[:300], "code": None}
-        if error.get("code") == "ledger_corrupt":
-            raise LedgerCorrupt(error["message"])
-        raise GatewayError(f"The gateway answered {answer.status_code} ({error['message']}): {what}.")
+            said = {"message": answer.text[:300], "code": None}
+        if said.get("code") == "ledger_corrupt":
+            raise LedgerCorrupt(said["message"])
+        raise GatewayError(f"The gateway answered {answer.status_code} ({said['message']}): {what}.")

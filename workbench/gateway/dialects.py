@@ -66,7 +66,7 @@ class ChatDialect:
         if not isinstance(messages, list) or not messages or not all(isinstance(item, dict) for item in messages):
             raise Refused(400, "`messages` must be a list of at least one message object.", param="messages")
         envelope = request_envelope(None, body.get("tools"))
-        return messages if envelope is None else [envelope, *messages]
+        return list(messages) if envelope is None else [dict(envelope), *messages]
 
     def prompt_options(self, body: Mapping[str, Any]) -> dict[str, Any]:
         options = {name: body[name] for name in PROMPT_OPTIONS if body.get(name) not in (None, {}, [])}

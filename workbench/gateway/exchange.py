@@ -10,6 +10,7 @@ content left is never called a request without a completion.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from workbench.gateway.upstream import Upstream
 from workbench.wire import Cause
 
 _END = None
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,14 @@ class Exchange:
             what = f"{type(error).__name__}: {error}".rstrip(": ")
             raise await self._broken(
                 Refused(502, f"The policy worker did not answer ({what}).", "worker_unreachable")
+            ) from error
+        except (Refused, LedgerError, OSError):
+            raise
+        except Exception as error:
+            # A fault of our own must not leave a call without a row: its rollout would look whole.
+            log.exception("call %s/%s failed in the gateway", self.call.rollout_id, self.call.model_call_id)
+            raise await self._broken(
+                Refused(500, f"The gateway failed ({type(error).__name__}).", "gateway_fault")
             ) from error
 
     async def _forward(self) -> None:

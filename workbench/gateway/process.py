@@ -2,7 +2,7 @@
 
     parent ── one JSON line on stdin, then the pipe stays open ──▶ child
     parent ◀── {"url": …} on stdout once it listens, or one line on stderr and exit code 2 ── child
-The child ends when the pipe closes, so it never outlives its parent, however that one died.
+The child ends when the pipe closes or its parent is gone, so it outlives nobody, however that one died.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def serve(settings: GatewaySettings, *, control_token: str, worker_token: str | 
             log_level="warning",
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=5,
+            timeout_graceful_shutdown=3,
             # Not from a proxy's headers: addresses play no part here.
             proxy_headers=False,
         ),
@@ -146,7 +146,9 @@ def parse_settings(config: Any) -> GatewaySettings:
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
+        # Named TCP on purpose: asyncio switches Nagle's delay off only for sockets that say so, and with it every
+        # exchange takes 40 ms longer.
+        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         # So that a gateway can be started again at once on the port it just left; a live listener still refuses.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
@@ -160,8 +162,12 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _until_parent_leaves(server: uvicorn.Server) -> None:
-    while sys.stdin.buffer.read(4096):
-        pass
+    parent, pipe = os.getppid(), sys.stdin.fileno()
+    # The pipe alone would do, but for a parent that forked: its other children then hold the pipe open too.
+    while os.getppid() == parent:
+        ready, _, _ = select.select([pipe], [], [], 1.0)
+        if ready and not os.read(pipe, 4096):
+            break
     server.should_exit = True
 
 

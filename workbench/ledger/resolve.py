@@ -33,7 +33,7 @@ class CustodyRow:
     context_digest: str
     staging_chain: tuple[str, ...]
     prompt_options: str | None  # digest of the template arguments; None: it had none
-    raw: dict[str, Any]
+    row_digest: bytes  # SHA-256 of the row as written, to tell the same row from another
 
 
 @dataclass(frozen=True)

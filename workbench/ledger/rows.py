@@ -11,12 +11,14 @@ Reading accepts columns it does not know (other writers add some) and refuses ot
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from workbench.errors import LedgerCorrupt
+from workbench.ledger.journal import encode_line
 from workbench.ledger.resolve import CustodyRow, FailureRow, Items
 from workbench.wire import (
     DIGEST_VERSION,
@@ -64,6 +66,10 @@ def failure_row(model_call_id: str, reason: Cause | str, detail: str | None = No
     return row | ({"detail": detail} if detail else {})
 
 
+def row_digest(row: dict[str, Any]) -> bytes:
+    return sha256(encode_line(row)).digest()
+
+
 def parse_row(path: Path, number: int, row: Any) -> CustodyRow | FailureRow:
     """One line of a ledger. Raises `LedgerCorrupt`, naming file and line, for what is neither kind of row."""
     if not isinstance(row, dict) or not isinstance(row.get("model_call_id"), str):
@@ -92,7 +98,7 @@ def parse_row(path: Path, number: int, row: Any) -> CustodyRow | FailureRow:
             context_digest=row["context_digest"],
             staging_chain=tuple(row["staging_chain"]),
             prompt_options=row.get(PROMPT_OPTIONS),
-            raw=row,
+            row_digest=row_digest(row),
         )
     except (ValidationError, KeyError, TypeError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (str(error),), "msg": "is missing"}

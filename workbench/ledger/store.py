@@ -39,7 +39,7 @@ from workbench.ledger.resolve import (
     options_digest,
     resolve,
 )
-from workbench.ledger.rows import COMPACTION_OF, PROMPT_OPTIONS, custody_row, failure_row, parse_row
+from workbench.ledger.rows import COMPACTION_OF, PROMPT_OPTIONS, custody_row, failure_row, parse_row, row_digest
 from workbench.wire import (
     CaptureAdmission,
     Cause,
@@ -50,8 +50,9 @@ from workbench.wire import (
     conversation_digest,
 )
 
-# Open rollouts kept in memory; a colder one is read again from its file when it is asked for.
-INDEXED_ROLLOUTS = 4096
+# Rollouts kept in memory; a colder one is read again from its file when it is asked for. A long one (500 calls) holds
+# about 10 MB, most of it staging chains.
+INDEXED_ROLLOUTS = 1024
 
 
 @dataclass(frozen=True)
@@ -284,7 +285,7 @@ class LedgerStore:
         custody, failure = rollout.index.custody.get(call_id), rollout.index.failures.get(call_id)
         if custody is None and failure is None:
             return False
-        if custody is not None and custody.raw == row:
+        if custody is not None and custody.row_digest == row_digest(row):
             return True
         if custody is None and failure is not None and failure.reason == row.get("failure_reason"):
             return True
