@@ -85,6 +85,11 @@ def test_a_task_is_its_seed(name):
     assert len({json.dumps(environment.task(seed).data) for seed in range(40)}) > 5
 
 
+def test_the_secret_is_in_the_range_and_never_the_example():
+    secrets = {GuessNumber({"low": 5, "high": 9}).task(seed).data["secret"] for seed in range(100)}
+    assert secrets == {5, 6, 8, 9}
+
+
 @pytest.mark.parametrize("name", sorted(ENVIRONMENTS))
 @pytest.mark.parametrize("answer", ["", "Guess: 7", "Answer: 7", "x" * 300, "-5", "Guess: 999999999"])
 async def test_rewards_stay_between_0_and_1_whatever_the_model_says(name, answer):

@@ -29,7 +29,8 @@ from workbench.errors import RecipeError
 LABEL = "Guess"
 # A small model copies what it sees: with an example a fifth of its first answers have the form, without one none has,
 # and then there is nothing to reinforce.
-EXAMPLE = f"{LABEL}: 7"
+EXAMPLE_NUMBER = 7
+EXAMPLE = f"{LABEL}: {EXAMPLE_NUMBER}"
 ASK = f"Answer in the form {EXAMPLE}"
 WEIGHTS = {"form": 0.6, "hints": 0.3, "near": 0.1}
 
@@ -51,7 +52,9 @@ class GuessNumber:
             raise RecipeError(f"environment.options.high: expected 0 ≤ low < high, got {self.low} and {self.high}")
 
     def task(self, seed: int) -> Task:
-        secret = random.Random(f"{self.name}:{seed}").randint(self.low, self.high)
+        # Never the number of the example: copying it would be a right guess, and such tasks easier than the others.
+        numbers = [number for number in range(self.low, self.high + 1) if number != EXAMPLE_NUMBER]
+        secret = random.Random(f"{self.name}:{seed}").choice(numbers)
         return Task(f"{self.name}-{seed}", seed, {"secret": secret})
 
     async def run(self, client: AsyncOpenAI, model: str, task: Task, rng: random.Random) -> AgentResult:
