@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from workbench.campaign.doctor import before_a_run
 from workbench.capture import dataplane
 from workbench.config import Recipe
 from workbench.errors import ComponentDied, DeadlineExceeded, SetupError, WorkbenchError
@@ -92,8 +93,8 @@ class Fleet:
 
     async def _start(self) -> None:
         recipe = self.recipe
+        self._check_machine()
         self.model_path = model_path = resolve_model(recipe.model.path)
-        self._check_logical_cpus()
         # Tokens of this run alone: made here, handed on through the environment, never written anywhere.
         os.environ.setdefault(CONTROL_TOKEN, secrets.token_urlsafe(32))
         os.environ.setdefault(WORKER_TOKEN, secrets.token_urlsafe(32))
@@ -110,24 +111,10 @@ class Fleet:
         await start
         self.timings_s[name] = round(time.monotonic() - began, 3)
 
-    def _check_logical_cpus(self) -> None:
-        recipe = self.recipe
-        if recipe.ray.address != "local":
-            return
-        parts = {
-            "TransferQueue controller": 1,
-            "TransferQueue storage units (data_plane.storage_units)": recipe.data_plane.storage_units,
-            "policy worker": 1,
-            "trainer": 1,
-            "finalizers (finalizer.actors)": recipe.finalizer.actors,
-        }
-        needed = sum(parts.values())
-        if recipe.ray.num_cpus < needed:
-            raise SetupError(
-                f"ray.num_cpus is {recipe.ray.num_cpus}, but this recipe needs {needed} logical CPUs ("
-                + ", ".join(f"{name}: {count}" for name, count in parts.items())
-                + f"). Next: set ray.num_cpus={needed} (a logical count, it may exceed the machine's cores)."
-            )
+    def _check_machine(self) -> None:
+        for finding in before_a_run(self.recipe):
+            if not finding.good:
+                raise SetupError(f"{finding.what}: {finding.found}; {finding.cure}")
 
     async def _start_ray(self) -> None:
         import ray
