@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import shutil
@@ -128,6 +129,7 @@ class Fleet:
         def init() -> None:
             options: dict[str, Any] = {
                 "log_to_driver": False,
+                "logging_level": logging.ERROR,  # its start-up notes carry times, and the notebook would keep them
                 "include_dashboard": False,
                 "runtime_env": {
                     "env_vars": {
