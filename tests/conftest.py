@@ -33,3 +33,22 @@ def tq(ray_cluster):
     dataplane.start(storage_units=2, send_recv_timeout_s=5.0, max_attempts=1, start_timeout_s=90.0)
     yield dataplane
     dataplane.stop()
+
+
+# -- models: built once on this machine, found again afterwards -------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """Folder of SmolLM2-135M-Instruct."""
+    from workbench.models import build
+
+    return build("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(smollm2):
+    """Folder of the random two-layer model with SmolLM2's vocabulary, tokenizer and chat template."""
+    from workbench.models import build
+
+    return build("tiny")

@@ -196,9 +196,9 @@ class Train(Section):
 
 
 class Proof(Section):
-    max_mean_abs_delta: Annotated[float, Field(gt=0.0)] = 0.08
+    max_mean_abs_delta: Annotated[float, Field(gt=0.0)] = 0.12
     """Largest mean |log-prob of sampler − trainer| on the fixed prompt after a weight sync. A bf16 engine against a
-    float32 trainer shows about 0.03; a mixed model 0.75."""
+    float32 trainer shows about 0.05 on that prompt; an engine that kept a packed copy of an old layer 0.75."""
 
 
 class Reports(Section):

@@ -19,9 +19,9 @@ from workbench.errors import ComponentDied, DeadlineExceeded, SetupError, Stagin
 from workbench.wire import Cause
 
 
-@pytest.fixture
+@pytest.fixture(scope="class")
 def stopped(tq):
-    """The session's data plane, stopped; started again afterwards, whatever the test left."""
+    """The session's data plane, stopped; started again afterwards, whatever the tests left."""
     dataplane.stop()
     yield
     dataplane.stop()
@@ -84,23 +84,24 @@ def test_actors_get_limits_that_show_a_dead_storage_unit_soon():
 
 
 @pytest.mark.ray
-def test_too_few_logical_cpus_are_refused_in_one_line_that_names_the_recipe_keys(stopped):
-    began = time.monotonic()
-    with pytest.raises(SetupError) as error:
-        dataplane.start(storage_units=20)
-    message = str(error.value)
-    assert "needs 21 logical CPUs of Ray (1 controller + 20 storage units)" in message and "of 8 are free" in message
-    assert "ray.num_cpus" in message and "data_plane.storage_units" in message and "\n" not in message
-    assert time.monotonic() - began < 10
+class TestWhileItIsStopped:
+    def test_too_few_logical_cpus_are_refused_in_one_line_that_names_the_recipe_keys(self, stopped):
+        began = time.monotonic()
+        with pytest.raises(SetupError) as error:
+            dataplane.start(storage_units=20)
+        message = str(error.value)
+        assert (
+            "needs 21 logical CPUs of Ray (1 controller + 20 storage units)" in message and "of 8 are free" in message
+        )
+        assert "ray.num_cpus" in message and "data_plane.storage_units" in message and "\n" not in message
+        assert time.monotonic() - began < 10
 
-
-@pytest.mark.ray
-async def test_without_a_running_data_plane_nothing_waits(stopped):
-    with pytest.raises(ComponentDied, match="is not running"):
-        await dataplane.connect()
-    with pytest.raises(StagingError) as error:
-        await TransferQueueSink(5.0).stage_async(Chain("run.0.0.0").call())
-    assert error.value.cause == Cause.SINK_ERROR
+    async def test_without_a_running_data_plane_nothing_waits(self, stopped):
+        with pytest.raises(ComponentDied, match="is not running"):
+            await dataplane.connect()
+        with pytest.raises(StagingError) as error:
+            await TransferQueueSink(5.0).stage_async(Chain("run.0.0.0").call())
+        assert error.value.cause == Cause.SINK_ERROR
 
 
 @pytest.mark.ray

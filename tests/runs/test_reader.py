@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import polars as pl
 import pytest
@@ -162,4 +164,8 @@ def test_an_unreadable_part_is_named(tmp_path):
 def test_reading_adds_no_column_that_is_declared_twice():
     for table, added in frames.ADDED.items():
         assert not {column.name for column in added} & {column.name for column in schema.columns(table)}
-    assert "| `relation` |" in reader.docs()
+
+
+def test_the_documentation_of_the_frames_is_the_present_one():
+    page = Path(__file__).parents[2] / "docs" / "frames.md"
+    assert page.read_text() == reader.docs(), "run: python -m workbench.runs.reader > docs/frames.md"

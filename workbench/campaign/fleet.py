@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import shutil
@@ -20,6 +21,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from workbench.campaign.doctor import before_a_run
 from workbench.capture import dataplane
 from workbench.config import Recipe
 from workbench.errors import ComponentDied, DeadlineExceeded, SetupError, WorkbenchError
@@ -92,8 +94,8 @@ class Fleet:
 
     async def _start(self) -> None:
         recipe = self.recipe
+        self._check_machine()
         self.model_path = model_path = resolve_model(recipe.model.path)
-        self._check_logical_cpus()
         # Tokens of this run alone: made here, handed on through the environment, never written anywhere.
         os.environ.setdefault(CONTROL_TOKEN, secrets.token_urlsafe(32))
         os.environ.setdefault(WORKER_TOKEN, secrets.token_urlsafe(32))
@@ -110,24 +112,10 @@ class Fleet:
         await start
         self.timings_s[name] = round(time.monotonic() - began, 3)
 
-    def _check_logical_cpus(self) -> None:
-        recipe = self.recipe
-        if recipe.ray.address != "local":
-            return
-        parts = {
-            "TransferQueue controller": 1,
-            "TransferQueue storage units (data_plane.storage_units)": recipe.data_plane.storage_units,
-            "policy worker": 1,
-            "trainer": 1,
-            "finalizers (finalizer.actors)": recipe.finalizer.actors,
-        }
-        needed = sum(parts.values())
-        if recipe.ray.num_cpus < needed:
-            raise SetupError(
-                f"ray.num_cpus is {recipe.ray.num_cpus}, but this recipe needs {needed} logical CPUs ("
-                + ", ".join(f"{name}: {count}" for name, count in parts.items())
-                + f"). Next: set ray.num_cpus={needed} (a logical count, it may exceed the machine's cores)."
-            )
+    def _check_machine(self) -> None:
+        for finding in before_a_run(self.recipe):
+            if not finding.good:
+                raise SetupError(f"{finding.what}: {finding.found}; {finding.cure}")
 
     async def _start_ray(self) -> None:
         import ray
@@ -141,11 +129,15 @@ class Fleet:
         def init() -> None:
             options: dict[str, Any] = {
                 "log_to_driver": False,
+                "logging_level": logging.ERROR,  # its start-up notes carry times, and the notebook would keep them
                 "include_dashboard": False,
                 "runtime_env": {
                     "env_vars": {
                         WORKER_TOKEN: os.environ[WORKER_TOKEN],
                         **dataplane.environment(plane.send_recv_timeout_s, plane.max_attempts),
+                        # Engine and trainer share this machine's processors: a thread that spins while it waits for
+                        # its team would take them from the other.
+                        "OMP_WAIT_POLICY": "PASSIVE",
                     }
                 },
             }

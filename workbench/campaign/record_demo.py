@@ -69,17 +69,15 @@ def _copy(run: runs.Run, target: Path, steps: set[int]) -> None:
     for path in sorted((run.path / "train").glob("*.parquet")):
         if pl.read_parquet(path, columns=["step"])["step"].is_in(steps).all():
             _copy_file(path, target / "train" / path.name)
-    _copy_file(run.path / "recipe.yaml", target / "recipe.yaml")
+    target.mkdir(parents=True, exist_ok=True)
+    if (run.path / "recipe.yaml").exists():
+        (target / "recipe.yaml").write_text(_public((run.path / "recipe.yaml").read_text()))
     kept = {"step": steps, "group_id": set(groups)}
     for name in ("steps", "groups", "events"):
         lines = [_public(row) for row in read_lines(run.path / f"{name}.jsonl") if _belongs(row, kept)]
         (target / f"{name}.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
     (target / "status.json").write_bytes(orjson.dumps(_public(run.status)))
-    ids = pl.concat([run.tokens(rollout)["token_id"] for rollout in rollouts]).unique().to_list()
-    for group in groups:
-        stored = pl.read_parquet(run.path / "calls" / f"{group}.parquet", columns=["token_ids"])["token_ids"]
-        ids += stored.explode().drop_nulls().to_list()
-    (target / "vocabulary.json").write_bytes(run.vocabulary().only(ids).dump())
+    (target / "vocabulary.json").write_bytes(run.vocabulary().only(runs.open(target).token_ids()).dump())
 
 
 def _copy_file(source: Path, target: Path) -> None:

@@ -75,7 +75,7 @@ def run_recipe(recipe_name: str, overrides: Sequence[str] = (), run_name: str | 
 
     recipe = load_recipe(recipe_name, list(overrides))
     resolve(recipe.model.path)
-    run_dir = new_run_dir(Path(recipe.reports.dir), run_name or recipe.name, named=run_name is not None)
+    run_dir = new_run_dir(recipe.reports.dir, run_name or recipe.name, named=run_name is not None)
     result = run_notebook(recipe, run_dir, recipe_name=recipe_name, overrides=overrides)
     if result.summary is not None:
         print(result.summary.text())
@@ -130,11 +130,12 @@ def run_notebook(
     return _execute(run_dir, given, live=True, notebook=notebook)
 
 
-def new_run_dir(reports: Path, name: str, *, named: bool) -> Path:
+def new_run_dir(reports: Path | str, name: str, *, named: bool = False) -> Path:
     """A directory name that is free: `name` itself where the user chose it, else `name-1`, `name-2`, …
 
     Raises SetupError when a chosen name is taken.
     """
+    reports = Path(reports)
     if named:
         if (reports / name / "steps.jsonl").exists():
             raise SetupError(f"{reports / name} already holds a run. Next: choose another name, or move it away.")
@@ -150,6 +151,7 @@ def _execute(run_dir: Path, parameters: dict[str, Any], *, live: bool, notebook:
     check_parameters(source, parameters)
     run_dir.mkdir(parents=True, exist_ok=True)
     target = run_dir / "campaign.ipynb"
+    began = time.monotonic()
     execution = _Execution(OwnKernel())
     thread = threading.Thread(
         target=_papermill, args=(execution, source, target, parameters), name="papermill", daemon=True
@@ -173,7 +175,10 @@ def _execute(run_dir: Path, parameters: dict[str, Any], *, live: bool, notebook:
     export_html(executed, html, title=f"{run_dir.name}: {outcome.status}")
     if target.stat().st_size > MAX_BYTES:
         print(f"workbench: {target} has {target.stat().st_size:,} bytes, more than {MAX_BYTES:,}", file=sys.stderr)
-    summary = _write_summary(run_dir, target, outcome) if live else None
+    seconds = time.monotonic() - began
+    if live:
+        _keep_vocabulary(run_dir)
+    summary = _write_summary(run_dir, target, outcome, seconds) if live else None
     return NotebookResult(target, html, outcome, _exit_code(outcome, execution.stop_signal), summary)
 
 
@@ -280,9 +285,24 @@ def _close_store(run_dir: Path, outcome: Outcome) -> None:
         writer.status({**status, "status": outcome.status, "phase": "ended by the runner", "error": error})
 
 
-def _write_summary(run_dir: Path, notebook: Path, outcome: Outcome) -> Summary | None:
+def _keep_vocabulary(run_dir: Path) -> None:
+    """Store the bytes behind the ids that occur, so that the run stays readable when its weights are gone."""
+    from workbench import runs
+
     try:
-        summary = summarise(run_dir, notebook=notebook, outcome=outcome)
+        run = runs.open(run_dir)
+        used = run.token_ids()
+        if used:
+            small = run.vocabulary().only(used)
+            with atomic_file(run_dir / "vocabulary.json") as handle:
+                handle.write(small.dump())
+    except RunStoreError:
+        return  # nothing was published or stored; ids are shown then
+
+
+def _write_summary(run_dir: Path, notebook: Path, outcome: Outcome, seconds: float) -> Summary | None:
+    try:
+        summary = summarise(run_dir, notebook=notebook, outcome=outcome, seconds=seconds)
     except RunStoreError:
         return None
     with atomic_file(run_dir / "summary.json") as handle:

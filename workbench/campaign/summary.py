@@ -44,7 +44,7 @@ class Summary:
     mean_abs_logprob_delta: float | None
     reward_first_step: float | None
     reward_last_step: float | None
-    seconds: float | None
+    seconds: float
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -56,7 +56,7 @@ class Summary:
         proofs = [proof["mean_abs_delta"] for proof in self.proofs if proof["mean_abs_delta"] is not None]
         agreed = f"{len(proofs)} passed, worst mean |Δ| {max(proofs):.4f} nat" if proofs else "–"
         lines = [
-            f"Run {self.run}: {self.status}" + (f" ({_minutes(self.seconds)})" if self.seconds is not None else ""),
+            f"Run {self.run}: {self.status} ({_minutes(self.seconds)})",
             *([f"  error                      {self.error}"] if self.error else []),
             f"  notebook                   {self.notebook}",
             f"  page                       {self.html}",
@@ -83,14 +83,16 @@ class Summary:
         return "\n".join(lines)
 
 
-def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome) -> Summary:
-    """The summary of the run in `run_dir`. Raises RunStoreError when no run was begun there."""
+def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float) -> Summary:
+    """The summary of the run in `run_dir`, which took `seconds` with start and stop of all its parts.
+
+    Raises RunStoreError when no run was begun there.
+    """
     run = runs.open(run_dir)
     steps, rollouts, calls, campaign = run.steps, run.rollouts, run.calls, run.campaign.row(0, named=True)
-    delta = run.logprobs()["delta"].drop_nulls()
+    delta_T = run.logprobs()["delta"].drop_nulls().to_numpy()
     token_in = int((calls["mode"] == "token_in").sum())
     roots = int((calls["mode"] == "text").sum())
-    began, ended = campaign["started_at"], campaign["finished_at"]
     return Summary(
         run=run.name,
         status=outcome.status,
@@ -118,11 +120,11 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome) -> Summary:
             }
             for row in steps.iter_rows(named=True)
         ],
-        trained_tokens=delta.len(),
-        mean_abs_logprob_delta=float(delta.abs().mean()) if delta.len() else None,
+        trained_tokens=int(delta_T.size),
+        mean_abs_logprob_delta=float(abs(delta_T).mean()) if delta_T.size else None,
         reward_first_step=_mean_reward(rollouts, "min"),
         reward_last_step=_mean_reward(rollouts, "max"),
-        seconds=ended - began if began is not None and ended is not None else None,
+        seconds=round(seconds, 1),
     )
 
 

@@ -228,9 +228,9 @@ class _Group:
                         file, row.rollout_id, None, f"{name} are {held[name]}, recomputed {getattr(row, name)}"
                     )
             for name in ("token_ids", "token_mask", "logprobs"):
-                what = _first_difference(name, np.asarray(held[name]), getattr(row, name))
-                if what is not None:
-                    self._differs(file, row.rollout_id, None, what)
+                fault = _first_difference(name, np.asarray(held[name]), getattr(row, name))
+                if fault is not None:
+                    self._differs(file, row.rollout_id, None, fault)
         for rollout_id in stored:
             self._differs(file, rollout_id, None, "the row has no receipt")
 

@@ -206,7 +206,7 @@ def _draw_legend(ax: Axes, rows: Sequence[dict[str, Any]], height: float, drawn:
     """Only what occurs: marks that no card shows are not explained."""
     y, x = height - 0.24, _MARGIN
     split = any(row["sampled_tokens"] is not None for row in rows)
-    marks = [
+    marks: list[tuple[bool, str, dict[str, Any]]] = [
         (split, "carried into the prompt", {"facecolor": CARRY, "edgecolor": MUTED, "hatch": "//////"}),
         (split, "sampled by the policy", {"facecolor": SAMPLED, "edgecolor": "none"}),
         (not split, "tokens added", {"facecolor": FAINT, "edgecolor": "none"}),

@@ -11,11 +11,10 @@ that points nowhere or round in a circle does not hide its call: such calls come
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where one call stands. `index` is its position in the input; `parent` is the parent's, or None."""
 
     index: int

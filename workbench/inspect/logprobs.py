@@ -173,7 +173,7 @@ class LogprobDelta(StaticView):
 
     def _by_place(self, tokens: pl.DataFrame, bins: int = 8) -> tuple[list[float], list[float]]:
         """Mean |Δ| in equal ranges of sampled positions: (middle of the range, mean)."""
-        last = int(self.tokens["sampled_position"].max() or 0)
+        last = max(self.tokens["sampled_position"].to_list(), default=0)
         size = max(1, -(-(last + 1) // bins))
         grouped = (
             tokens.group_by((pl.col("sampled_position") // size).alias("bin"))

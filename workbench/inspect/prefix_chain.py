@@ -20,6 +20,24 @@ from workbench.inspect.ids import short_id
 from workbench.inspect.layout import Place, place_calls
 from workbench.inspect.snapshot import StaticView
 
+_SHOWN = (
+    "rollout_id",
+    "model_call_id",
+    "order",
+    "parent_call_id",
+    "near_call_id",
+    "mode",
+    "delta_len",
+    "cum_len",
+    "sampled_tokens",
+    "weight_version",
+    "finish_reason",
+    "digest",
+    "relation",
+    "failure_reason",
+    "detail",
+    "drift",
+)
 ROOTLESS = frozenset({"failed", "unresolved"})
 RELATION_WORDS = {
     "trained": "on the trained chain",
@@ -61,7 +79,7 @@ class PrefixChain(StaticView):
             self.rollout = match.row(0, named=True) if match.height else None
         self.max_calls = max_calls
         self.max_rows = max_rows
-        self._rows = self.calls.to_dicts()
+        self._rows = self.calls.select(pl.col(name) for name in _SHOWN if name in calls.columns).to_dicts()
         self.places: list[Place] = place_calls(
             [row["model_call_id"] for row in self._rows],
             [_attached_to(row) for row in self._rows],

@@ -59,7 +59,7 @@ _RC: dict[str, Any] = {
 @contextlib.contextmanager
 def house_style() -> Iterator[None]:
     """The look, for as long as something is drawn; the reader's own matplotlib settings are left alone."""
-    with mpl.rc_context(_RC):
+    with mpl.rc_context(_RC):  # type: ignore[arg-type]  # its keys are typed one by one
         yield
 
 

@@ -51,7 +51,7 @@ class PoisonTable(StaticView):
             )
             .sort(["calls", "failure_reason", "detail"], descending=[True, False, False], nulls_last=True)
         )
-        self.last_step: int | None = rollouts["step"].max()
+        self.last_step: int = max(rollouts["step"].drop_nulls().to_list(), default=0)
         self.by_step = (
             rejected.drop_nulls("step").group_by("cause", "step").agg(pl.len().cast(pl.Int64).alias("rollouts"))
         )
@@ -71,11 +71,11 @@ class PoisonTable(StaticView):
     def draw(self) -> Figure:
         shown = self.causes.head(12)
         names = shown["cause"].to_list()
-        figure, (matrix, totals) = panels(1.45 + 0.36 * max(1, len(names)), columns=2, width_ratios=[2.1, 1])
         if not names:
-            say_nothing_to_show(matrix, self.sentence())
-            say_nothing_to_show(totals, "")
+            figure, (only,) = panels(0.7)
+            say_nothing_to_show(only, self.sentence().removeprefix("Causes · "))
             return figure
+        figure, (matrix, totals) = panels(1.45 + 0.36 * len(names), columns=2, width_ratios=[2.1, 1])
         self._draw_matrix(matrix, names)
         counts = shown["rollouts"].to_list()
         totals.barh(range(len(names)), counts, height=0.62, color=REJECTED, hatch="////", edgecolor="white", lw=0)
@@ -91,9 +91,7 @@ class PoisonTable(StaticView):
 
     def _draw_matrix(self, ax: Axes, names: list[str]) -> None:
         """Counts by cause and step; more than 24 steps are gathered into equal ranges."""
-        steps = self.by_step["step"]
-        first, last = int(steps.min() or 0), int(self.last_step or 0)
-        first = min(first, 1)
+        first, last = min([1, *self.by_step["step"].to_list()]), self.last_step
         size = max(1, -(-(last - first + 1) // 24))
         bins = (last - first) // size + 1
         counts = np.zeros((len(names), bins), dtype=np.int64)
@@ -124,9 +122,9 @@ class PoisonTable(StaticView):
                     "their rollout."
                 )
             )
-            header = ("reason", "detail", "calls", "rollouts", "what it means", "example")
+            columns = ("reason", "detail", "calls", "rollouts", "what it means", "example")
             shown = self.failures.head(30).to_dicts()
-            parts.append(markup.table(header, [self._failure_row(row) for row in shown]))
+            parts.append(markup.table(columns, [self._failure_row(row) for row in shown]))
             if self.failures.height > len(shown):
                 parts.append(
                     markup.line(f"Showing {len(shown)} of {self.failures.height:,}; all: .failures", muted=True)

@@ -76,15 +76,15 @@ class TokenStrip(StaticView):
             f"{self.tokens.height:,} tokens ({sampled:,} sampled)",
             markup.count(self.tokens["model_call_id"].n_unique(), "call"),
         ]
-        known = self.tokens["delta"].drop_nulls()
-        if known.len():
-            parts.append(f"mean |Δ| {float(known.abs().mean() or 0):.4f} nat")
+        known_T = self.tokens["delta"].drop_nulls().to_numpy()
+        if known_T.size:
+            parts.append(f"mean |Δ| {abs(known_T).mean():.4f} nat")
         return " · ".join(parts)
 
     def draw(self) -> Figure:
         figure, (roles, likely, delta) = panels(2.5, rows=3, height_ratios=[0.34, 1, 1])
         ribbon = _ribbon(self.tokens)
-        x, size = ribbon["position"].to_numpy(), int(ribbon["size"].max() or 1)
+        x, size = ribbon["position"].to_numpy(), (ribbon["size"][0] if ribbon.height else 1)
         width = max(0.5, min(2.4, 620 / max(1, ribbon.height)))
         share = ribbon["sampled"].to_numpy()
         roles.fill_between(x, 0.45 * (share < 1), color=CARRY, step="mid", lw=0)
@@ -112,9 +112,9 @@ class TokenStrip(StaticView):
         if known.is_empty():
             say_nothing_to_show(delta, "the trainer has not scored these tokens")
             return figure
-        at, d = known["position"].to_numpy(), known["delta"].to_numpy()
-        delta.vlines(at[d < 0], d[d < 0], 0, color=TRAINED, lw=width)
-        delta.vlines(at[d >= 0], 0, d[d >= 0], color=SAMPLED, lw=width)
+        place_T, d_T = known["position"].to_numpy(), known["delta"].to_numpy()
+        delta.vlines(place_T[d_T < 0], d_T[d_T < 0], 0, color=TRAINED, lw=width)
+        delta.vlines(place_T[d_T >= 0], 0, d_T[d_T >= 0], color=SAMPLED, lw=width)
         delta.axhline(0, color=MUTED, lw=0.8)
         delta.set_ylabel("Δ trainer", fontsize=8)
         delta.set_xlabel("position in the row" + (f"; a line is the largest of {size} tokens" if size > 1 else ""))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Callable
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,11 @@ class Run:
             lambda: sampled_logprobs(self.name, self._read("rows"), self._read("train")),
         )
 
+    def token_ids(self) -> set[int]:
+        """Every token id that occurs in a stored call or row."""
+        stored = [self._read(table, ["token_ids"])["token_ids"].explode().drop_nulls() for table in ("calls", "rows")]
+        return set(pl.concat(stored).unique().to_list())
+
     def receipt(self, rollout_id: str) -> RolloutReceipt:
         """The stored receipt. Raises RunStoreError when there is none (not finalised, or finalised without one)."""
         for path in sorted((self.path / "receipts").glob("*.jsonl")):
@@ -178,7 +184,7 @@ class Run:
         published = sorted(self.path.glob("weights/*/tokenizer.json"), key=lambda p: p.stat().st_mtime)
         for path in [own, *reversed(published)]:
             if path.exists():
-                return self._cached(f"vocabulary {path}", [path], lambda path=path: load_vocabulary(path))
+                return self._cached(f"vocabulary {path}", [path], partial(load_vocabulary, path))
         raise RunStoreError(
             f"{self.path} has neither vocabulary.json nor weights/*/tokenizer.json; pass a vocabulary: "
             "workbench.runs.load_vocabulary(MODEL/tokenizer.json)"
@@ -331,9 +337,17 @@ def _signature(path: Path) -> tuple[str, int, int] | None:
 
 
 def docs() -> str:
-    """The columns of every frame as Markdown, rendered from their declarations."""
-    parts = []
+    """The columns of every frame as a Markdown page, rendered from their declarations (kept as docs/frames.md)."""
+    parts = [
+        "# Frames of a run\n\n"
+        "`workbench.runs.open(path)` gives these Polars frames; `.to_pandas()` is Polars' own. A null means\n"
+        "not known, never zero. Rendered from the declarations: `python -m workbench.runs.reader > docs/frames.md`."
+    ]
     for table in ("campaigns", "steps", "groups", "rollouts", "calls"):
         added = "\n".join(f"| `{c.name}` | {c.dtype} | {c.unit} | {c.meaning} |" for c in frames.ADDED.get(table, ()))
-        parts.append(f"### {table}\n\n{schema.docs_table(table)}\n{added}")
-    return "\n\n".join(parts)
+        parts.append(f"## {table}\n\n{schema.docs_table(table)}\n{added}")
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    print(docs(), end="")

@@ -1,6 +1,6 @@
 """Publish: the trainer's weights as a model folder that the engine loads.
 
-    publish(model, source, run_dir / "weights", version=3, dtype=torch.bfloat16) -> run_dir/weights/v3
+    publish(weights, source, run_dir / "weights", version=3, dtype=torch.bfloat16) -> run_dir/weights/v3
 
 Hugging Face layout: one safetensors file in the engine's dtype (a tied embedding once), the source's config with that
 dtype, its tokenizer files and chat template. A folder is complete or absent (written beside, fsynced, renamed), and the
@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -23,9 +24,17 @@ WEIGHT_SUFFIXES = {".safetensors", ".bin", ".gguf", ".pt", ".pth"}
 
 
 def publish(
-    model: torch.nn.Module, source: Path, directory: Path, version: int, dtype: torch.dtype, keep: int = 2
+    weights: Mapping[str, torch.Tensor],
+    source: Path,
+    directory: Path,
+    version: int,
+    dtype: torch.dtype,
+    keep: int = 2,
 ) -> Path:
-    """Write `directory`/v<version> and return it; older versions beyond `keep` are removed. A repeat replaces."""
+    """Write `directory`/v<version> and return it; lower versions beyond `keep` are removed. A repeat replaces.
+
+    `weights` by name, a tied one once; `source` is the model folder that everything else is copied from.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     target = directory / f"v{version}"
     draft = Path(tempfile.mkdtemp(prefix=f".v{version}-", dir=directory))
@@ -36,11 +45,11 @@ def publish(
         config = json.loads((draft / "config.json").read_text())
         config["dtype"] = str(dtype).removeprefix("torch.")
         (draft / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        weights = draft / "model.safetensors"
-        save_file(_tensors(model, dtype), weights, metadata={"format": "pt"})
+        stored = draft / "model.safetensors"
+        save_file({name: weight.to(dtype).contiguous() for name, weight in weights.items()}, stored, {"format": "pt"})
         draft.chmod(0o755)
-        weights.chmod(0o644)
-        with weights.open("rb") as handle:
+        stored.chmod(0o644)
+        with stored.open("rb") as handle:
             os.fsync(handle.fileno())
         if target.exists():
             shutil.rmtree(target)
@@ -55,14 +64,3 @@ def publish(
 def published(directory: Path) -> list[int]:
     """Versions that are there, in order."""
     return sorted(int(match[1]) for item in directory.iterdir() if (match := re.fullmatch(r"v(\d+)", item.name)))
-
-
-def _tensors(model: torch.nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Parameters (a shared one under its first name only) and persistent buffers, floating ones in `dtype`."""
-    state = model.state_dict()
-    shared = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    names = [name for name, _ in model.named_parameters()] + [name for name in state if name not in shared]
-    return {
-        name: (state[name].to(dtype) if state[name].is_floating_point() else state[name]).contiguous().clone()
-        for name in names
-    }

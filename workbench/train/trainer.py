@@ -165,6 +165,7 @@ class Trainer:
         advantage_N = advantages(
             chosen["name"], rewards_N, [row.group_id for row in rows], valid_N, **chosen.get("options", {})
         )
+        self._check_ids(rows)
         batches = micro_batches(rows, config.micro_batch_tokens)
         total = sum(int(batch.loss_mask.sum()) for batch in batches)
         trainer_NT = [np.zeros(len(row.token_ids), dtype=np.float32) for row in rows]
@@ -224,6 +225,15 @@ class Trainer:
         base = ours if self.config.tis_cap is not None else None
         return loss_metrics(ours, theirs, advantage, mask, self.config.clip_low, self.config.clip_high, base=base)
 
+    def _check_ids(self, rows: Sequence[TrainRow]) -> None:
+        vocabulary = self.model.get_input_embeddings().num_embeddings
+        for row in rows:
+            if not 0 <= (largest := int(row.token_ids.max())) < vocabulary or row.token_ids.min() < 0:
+                raise TrainerError(
+                    f"Training row {row.rollout_id} has token id {largest}, the model knows {vocabulary}: it was "
+                    f"sampled from another model than {self.model_path}."
+                )
+
     def _zero_grad(self) -> None:
         for weight in self._weights:
             weight.grad = None
@@ -247,18 +257,12 @@ class Trainer:
     def publish(self, version: int) -> str:
         """Write `weights/v<version>` below the run directory for the engine; the last two stay. Returns the folder."""
         dtype = DTYPES[self.config.publish_dtype]
-        return str(publish(self._full_model(), self.model_path, self.run_dir / "weights", version, dtype))
+        return str(publish(self.float32_weights(), self.model_path, self.run_dir / "weights", version, dtype))
 
-    def _full_model(self) -> torch.nn.Module:
-        """The model whose parameters are the float32 weights, unless bfloat16 is all that is asked for."""
-        if self.config.dtype == "float32" or self.config.publish_dtype == "bfloat16":
-            return self.model
-        import copy
-
-        full = copy.deepcopy(self.model).float()
-        with torch.no_grad():
-            torch._foreach_copy_(list(full.parameters()), self._weights)
-        return full
+    def float32_weights(self) -> dict[str, torch.Tensor]:
+        """The weights being trained by their names in a Hugging Face file, a tied one once; not copies."""
+        names = [name for name, _ in self.model.named_parameters()]
+        return {name: weight.detach() for name, weight in zip(names, self._weights, strict=True)}
 
     def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-prob of every token after the first at temperature 1, one list a row; what the engine must agree with."""

@@ -1,0 +1,89 @@
+"""Summary and progress: numbers that are queries, lines that say what is known and no more."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import orjson
+import pytest
+from stored_run import StoredRun, make_run
+
+from workbench import runs
+from workbench.campaign.notebook_file import Outcome
+from workbench.campaign.progress import ProgressLine, describe
+from workbench.campaign.record_demo import record_demo
+from workbench.campaign.summary import summarise
+from workbench.errors import RunStoreError
+
+
+def test_the_summary_names_notebook_rates_rejections_versions_and_rewards(tmp_path):
+    run_dir = make_run(tmp_path / "stored")
+    summary = summarise(run_dir, notebook=run_dir / "campaign.ipynb", outcome=Outcome("done"), seconds=95.0)
+    run = runs.open(run_dir)
+    roots = (run.calls["mode"] == "text").sum()
+    children = (run.calls["mode"] == "token_in").sum()
+    assert summary.token_in_rate == children / run.calls.height
+    assert summary.token_in_rate_after_roots == children / (run.calls.height - roots)
+    assert summary.rows_per_group == [4, 4, 4, 4] and summary.weight_version == summary.steps == 2
+    assert [row["cause"] for row in summary.rejected].count("unresolved_parent") == 2
+    assert summary.trained_tokens == run.logprobs().height
+    text = summary.text()
+    for words in (
+        "Run stored: done (1.6 min)", "campaign.ipynb", "rows in every group: 4", "2 passed, worst mean |Δ| 0.0300",
+        "rejected rollouts          4", "stored.1.1.0  unresolved_parent", "weight version 2",
+    ):  # fmt: skip
+        assert words in text
+    assert orjson.loads(orjson.dumps(summary.as_dict()))["rollouts"] == 16
+
+
+def test_the_summary_of_a_run_that_never_came_to_a_step_has_dashes(tmp_path):
+    StoredRun(tmp_path / "early").writer.close()
+    outcome = Outcome("failed", "ProbeFailed", "no log-probs")
+    summary = summarise(tmp_path / "early", notebook=Path("n.ipynb"), outcome=outcome, seconds=3.0)
+    assert summary.token_in_rate_after_roots is None and summary.error == "ProbeFailed: no log-probs"
+    assert "token_in_rate_after_roots  –" in summary.text()
+
+
+def test_progress_says_what_the_status_knows():
+    assert describe({}) == "starting the kernel"
+    assert describe({"status": "running", "phase": "set-up"}) == "set-up"
+    status = {"phase": "training", "step": 3, "steps": 6, "weight_version": 2, "token_in_rate_after_roots": 1.0}
+    assert describe(status | {"reward_mean": 0.25, "rejected": 1}) == (
+        "step 3/6 · training · weights v2 · token_in 1 · reward 0.250 · 1 rejected"
+    )
+
+
+def test_progress_writes_a_line_a_change_where_there_is_no_terminal(tmp_path):
+    stream = io.StringIO()
+    line = ProgressLine(tmp_path, stream)
+    for phase in ("set-up", "set-up", "sampling"):
+        (tmp_path / "status.json").write_bytes(orjson.dumps({"phase": phase}))
+        line.tick()
+    (tmp_path / "status.json").write_bytes(b'{"phase": "half')
+    line.tick()
+    line.close()
+    assert [text.split("  ")[1] for text in stream.getvalue().splitlines()] == [
+        "set-up",
+        "sampling",
+        "starting the kernel",
+    ]
+
+
+def test_a_recorded_run_is_small_verifies_and_names_no_path_of_this_machine(tmp_path, capsys):
+    source = make_run(tmp_path / "stored", steps=3)
+    target = record_demo(source, tmp_path / "demo")
+    assert "every digest and row holds" in capsys.readouterr().out
+    copy = runs.open(target)
+    assert copy.rollouts.height >= 8 and copy.vocabulary().special
+    size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    assert size <= 300_000
+    texts = [p.read_text() for p in target.rglob("*") if p.suffix in (".json", ".jsonl", ".yaml")]
+    assert not any(str(tmp_path) in text for text in texts)
+
+
+def test_a_run_that_does_not_verify_is_not_recorded(tmp_path):
+    source = make_run(tmp_path / "stored", steps=1)
+    (source / "rows" / "g00000.parquet").unlink()
+    with pytest.raises(RunStoreError, match="Only a run that verifies"):
+        record_demo(source, tmp_path / "demo")

@@ -1,0 +1,84 @@
+"""Models: built once, found by name, and knowing what they should."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from workbench import models
+from workbench.errors import ModelMissing
+
+
+def test_a_built_model_is_found_by_name_and_not_built_again(tiny_model, monkeypatch):
+    def never(folder):
+        raise AssertionError("built twice")
+
+    monkeypatch.setitem(models.BUILDERS, "tiny", never)
+    assert models.build("tiny") == tiny_model
+    assert models.resolve("tiny") == models.resolve(str(tiny_model)) == tiny_model.resolve()
+
+
+def test_a_missing_model_says_how_to_get_it(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
+    with pytest.raises(ModelMissing, match=r"python -m workbench\.models build tiny"):
+        models.resolve("tiny")
+    with pytest.raises(ModelMissing, match="smollm2-135m, tiny"):
+        models.resolve("llama")
+    assert models.main(["path", "llama"]) == ModelMissing.exit_code
+    assert "config.json" in capsys.readouterr().err
+
+
+def test_a_failed_build_leaves_nothing_and_the_next_one_builds(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
+
+    def torn(folder):
+        (folder / "config.json").write_text("{}")
+        raise OSError("disk full")
+
+    monkeypatch.setitem(models.BUILDERS, "tiny", torn)
+    with pytest.raises(OSError, match="disk full"):
+        models.build("tiny")
+    with pytest.raises(ModelMissing):
+        models.resolve("tiny")
+    monkeypatch.setitem(models.BUILDERS, "tiny", lambda folder: (folder / "config.json").write_text("{}"))
+    built = models.build("tiny")
+    assert models.resolve("tiny") == built
+    assert sorted(item.name for item in (tmp_path / "models").iterdir()) == [".tiny.lock", "tiny"]
+
+
+def test_digits_are_split_and_text_survives(smollm2, tiny_model):
+    from transformers import AutoTokenizer
+
+    for folder in (smollm2, tiny_model):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert [tokenizer.decode([i]) for i in tokenizer.encode("2024")] == ["2", "0", "2", "4"]
+        text = "it's 7 × 8 = 56, 日本 🚀\n  end"
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+        assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 2, 2)
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "hi"}], add_generation_prompt=True, return_dict=False
+        )
+        assert tokenizer.decode(ids).endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_smollm2_knows_the_capital_of_france(smollm2):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    assert model.lm_head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    ids = tokenizer("The capital of France is", return_tensors="pt")
+    out = model.generate(**ids, max_new_tokens=2, do_sample=False)
+    assert tokenizer.decode(out[0]).startswith("The capital of France is Paris")
+
+
+def test_the_tiny_models_turns_end_both_ways(tiny_model):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    chat = [{"role": "user", "content": "hi"}]
+    ids = torch.tensor([tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)] * 32)
+    torch.manual_seed(0)
+    mask = torch.ones_like(ids)
+    out = model.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=True, top_k=0)[:, ids.shape[1] :]
+    assert 4 <= int((out == tokenizer.eos_token_id).any(-1).sum()) <= 28
