@@ -177,7 +177,8 @@ class Train(Section):
     micro_batch_tokens: Positive = 2048
     """Padded tokens in one forward pass; bounds the trainer's memory."""
     dtype: Dtype = "float32"
-    """Number type of the trainer's weights. In bfloat16 updates below 0.4 % of a weight are lost to rounding."""
+    """Number type of the trainer's passes; the weights that are updated are float32 either way. float32 shows the
+    smaller delta to the sampler; bfloat16 needs less memory."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Torch threads of the trainer; 0 means all processors of this machine."""
     max_staleness: Annotated[int, Field(ge=0)] = 1
