@@ -29,14 +29,14 @@ class Command:
         models.build("tiny")
         self.run_dir = reports / "smoke"
         self._seen: dict[int, psutil.Process] = {}
+        arguments = ["run", "cpu_smoke", "--run", "smoke", f"reports.dir={reports}", *overrides]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "workbench.campaign.cli", "run", "cpu_smoke", "--run", "smoke", f"reports.dir={reports}",
-             *overrides],
+            [sys.executable, "-m", "workbench.campaign.cli", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )  # fmt: skip
+        )
 
     def look(self) -> None:
         for process in psutil.Process(self.process.pid).children(recursive=True):

@@ -76,6 +76,10 @@ class Fleet:
     def __init__(self, recipe: Recipe, run_dir: Path, on_phase: Callable[[str], None] = lambda phase: None) -> None:
         self.recipe = recipe
         self.run_dir = run_dir
+        # Ray's handles have the methods of the class behind them, as coroutines under `.remote`; no type says so.
+        self.worker: Any = None
+        self.trainer: Any = None
+        self.finalizers: list[Any] = []
         self.timings_s: dict[str, float] = {}
         self.probe: dict[str, Any] = {}
         self._on_phase = on_phase
@@ -180,6 +184,7 @@ class Fleet:
         from workbench.finalizer.actor import FinalizerActor
         from workbench.train.trainer import TrainerActor
 
+        worker_class: Any = PolicyWorker
         recipe = self.recipe
         deadline_s = recipe.engine.start_timeout_s
         config = {
@@ -200,7 +205,7 @@ class Fleet:
             "start_timeout_s": deadline_s,
             "quiet_timeout_s": recipe.train.sync_timeout_s,
         }
-        self.worker = PolicyWorker.options(num_cpus=1, max_concurrency=WORKER_CONCURRENCY).remote(config)
+        self.worker = worker_class.options(num_cpus=1, max_concurrency=WORKER_CONCURRENCY).remote(config)
         self._stops.append(("policy worker", self._actor_stop(self.worker, graceful="stop")))
         self.trainer = TrainerActor.options(num_cpus=1).remote(self._trainer_config(model_path))
         self._stops.append(("trainer", self._actor_stop(self.trainer)))
