@@ -131,8 +131,11 @@ class Fleet:
         temp_dir = tempfile.mkdtemp(prefix="wb-ray-", dir="/tmp")
 
         def init() -> None:
+            logging.getLogger("ray").setLevel(logging.ERROR)
             options: dict[str, Any] = {
                 "log_to_driver": False,
+                # Its start-up lines carry times and would stand in the notebook; what goes wrong is raised.
+                "configure_logging": False,
                 "logging_level": logging.ERROR,  # its start-up notes carry times, and the notebook would keep them
                 "include_dashboard": False,
                 "runtime_env": {
