@@ -136,7 +136,6 @@ class Fleet:
                 "log_to_driver": False,
                 # Its start-up lines carry times and would stand in the notebook; what goes wrong is raised.
                 "configure_logging": False,
-                "logging_level": logging.ERROR,  # its start-up notes carry times, and the notebook would keep them
                 "include_dashboard": False,
                 "runtime_env": {
                     "env_vars": {
