@@ -177,7 +177,8 @@ class Train(Section):
     micro_batch_tokens: Positive = 2048
     """Padded tokens in one forward pass; bounds the trainer's memory."""
     dtype: Dtype = "float32"
-    """Number type of the trainer's weights. In bfloat16 updates below 0.4 % of a weight are lost to rounding."""
+    """Number type of the trainer's passes; the weights that are updated are float32 either way. float32 shows the
+    smaller delta to the sampler; bfloat16 needs less memory."""
     threads: Annotated[int, Field(ge=0)] = 0
     """Torch threads of the trainer; 0 means all processors of this machine."""
     max_staleness: Annotated[int, Field(ge=0)] = 1
@@ -195,9 +196,9 @@ class Train(Section):
 
 
 class Proof(Section):
-    max_mean_abs_delta: Annotated[float, Field(gt=0.0)] = 0.08
+    max_mean_abs_delta: Annotated[float, Field(gt=0.0)] = 0.12
     """Largest mean |log-prob of sampler − trainer| on the fixed prompt after a weight sync. A bf16 engine against a
-    float32 trainer shows about 0.03; a mixed model 0.75."""
+    float32 trainer shows about 0.05 on that prompt; an engine that kept a packed copy of an old layer 0.75."""
 
 
 class Reports(Section):

@@ -1,6 +1,6 @@
 """Runs one small notebook through the runner in a process of its own, as the command line would.
 
-    python runner_case.py RUN_DIR NOTEBOOK [GRACE_S]
+python runner_case.py RUN_DIR NOTEBOOK [GRACE_S]
 """
 
 from __future__ import annotations

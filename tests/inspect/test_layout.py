@@ -31,9 +31,9 @@ def test_every_call_is_placed_once_and_after_its_parent():
 
 def test_ten_thousand_calls_in_one_chain_take_no_recursion_and_little_time():
     parents = [None, *(str(i) for i in range(9_999))]
-    began = time.perf_counter()
+    began = time.process_time()
     spots = places(parents, trained=set(range(10_000)))
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
     assert spots[-1].column == 9_999 and {p.row for p in spots} == {0}
 
 

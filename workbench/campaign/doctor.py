@@ -46,10 +46,20 @@ def examine(recipe: Recipe | None = None) -> Iterator[Finding]:
 
 def before_a_run(recipe: Recipe) -> Iterator[Finding]:
     """What would end this recipe minutes after its start, found in milliseconds."""
+    yield capture(recipe)
     yield logical_cpus(recipe)
     yield port("gateway.port", recipe.gateway.host, recipe.gateway.port)
     yield port("engine.port", "127.0.0.1", recipe.engine.port)
     yield model(recipe)
+
+
+def capture(recipe: Recipe) -> Finding:
+    """A campaign trains on captured tokens of a model that can be scored; neither can be left out of one."""
+    if not recipe.token_capture.enabled:
+        return Finding("token_capture.enabled", "false", "a campaign has nothing to train on then; set it to true")
+    if recipe.engine.kind == "scripted":
+        return Finding("engine.kind", "scripted", "it has no weights to train and prove; set engine.kind=vllm")
+    return Finding("token capture", "on")
 
 
 def processors() -> Finding:

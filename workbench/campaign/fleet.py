@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from workbench.campaign.doctor import before_a_run
 from workbench.capture import dataplane
 from workbench.config import Recipe
 from workbench.errors import ComponentDied, DeadlineExceeded, SetupError, WorkbenchError
@@ -75,6 +76,10 @@ class Fleet:
     def __init__(self, recipe: Recipe, run_dir: Path, on_phase: Callable[[str], None] = lambda phase: None) -> None:
         self.recipe = recipe
         self.run_dir = run_dir
+        # Ray's handles have the methods of the class behind them, as coroutines under `.remote`; no type says so.
+        self.worker: Any = None
+        self.trainer: Any = None
+        self.finalizers: list[Any] = []
         self.timings_s: dict[str, float] = {}
         self.probe: dict[str, Any] = {}
         self._on_phase = on_phase
@@ -93,8 +98,8 @@ class Fleet:
 
     async def _start(self) -> None:
         recipe = self.recipe
+        self._check_machine()
         self.model_path = model_path = resolve_model(recipe.model.path)
-        self._check_logical_cpus()
         # Tokens of this run alone: made here, handed on through the environment, never written anywhere.
         os.environ.setdefault(CONTROL_TOKEN, secrets.token_urlsafe(32))
         os.environ.setdefault(WORKER_TOKEN, secrets.token_urlsafe(32))
@@ -111,24 +116,10 @@ class Fleet:
         await start
         self.timings_s[name] = round(time.monotonic() - began, 3)
 
-    def _check_logical_cpus(self) -> None:
-        recipe = self.recipe
-        if recipe.ray.address != "local":
-            return
-        parts = {
-            "TransferQueue controller": 1,
-            "TransferQueue storage units (data_plane.storage_units)": recipe.data_plane.storage_units,
-            "policy worker": 1,
-            "trainer": 1,
-            "finalizers (finalizer.actors)": recipe.finalizer.actors,
-        }
-        needed = sum(parts.values())
-        if recipe.ray.num_cpus < needed:
-            raise SetupError(
-                f"ray.num_cpus is {recipe.ray.num_cpus}, but this recipe needs {needed} logical CPUs ("
-                + ", ".join(f"{name}: {count}" for name, count in parts.items())
-                + f"). Next: set ray.num_cpus={needed} (a logical count, it may exceed the machine's cores)."
-            )
+    def _check_machine(self) -> None:
+        for finding in before_a_run(self.recipe):
+            if not finding.good:
+                raise SetupError(f"{finding.what}: {finding.found}; {finding.cure}")
 
     async def _start_ray(self) -> None:
         import ray
@@ -140,14 +131,19 @@ class Fleet:
         temp_dir = tempfile.mkdtemp(prefix="wb-ray-", dir="/tmp")
 
         def init() -> None:
+            logging.getLogger("ray").setLevel(logging.ERROR)
             options: dict[str, Any] = {
                 "log_to_driver": False,
-                "logging_level": logging.ERROR,  # its start-up notes carry times, and the notebook would keep them
+                # Its start-up lines carry times and would stand in the notebook; what goes wrong is raised.
+                "configure_logging": False,
                 "include_dashboard": False,
                 "runtime_env": {
                     "env_vars": {
                         WORKER_TOKEN: os.environ[WORKER_TOKEN],
                         **dataplane.environment(plane.send_recv_timeout_s, plane.max_attempts),
+                        # Engine and trainer share this machine's processors: a thread that spins while it waits for
+                        # its team would take them from the other.
+                        "OMP_WAIT_POLICY": "PASSIVE",
                     }
                 },
             }
@@ -190,6 +186,7 @@ class Fleet:
         from workbench.finalizer.actor import FinalizerActor
         from workbench.train.trainer import TrainerActor
 
+        worker_class: Any = PolicyWorker
         recipe = self.recipe
         deadline_s = recipe.engine.start_timeout_s
         config = {
@@ -210,7 +207,7 @@ class Fleet:
             "start_timeout_s": deadline_s,
             "quiet_timeout_s": recipe.train.sync_timeout_s,
         }
-        self.worker = PolicyWorker.options(num_cpus=1, max_concurrency=WORKER_CONCURRENCY).remote(config)
+        self.worker = worker_class.options(num_cpus=1, max_concurrency=WORKER_CONCURRENCY).remote(config)
         self._stops.append(("policy worker", self._actor_stop(self.worker, graceful="stop")))
         self.trainer = TrainerActor.options(num_cpus=1).remote(self._trainer_config(model_path))
         self._stops.append(("trainer", self._actor_stop(self.trainer)))

@@ -15,7 +15,6 @@ import random
 import time
 from dataclasses import dataclass
 
-import httpx
 import openai
 
 from workbench.campaign.environments import AgentResult, Environment, Task
@@ -68,11 +67,9 @@ class RolloutPlayer:
         self._timeout_s = timeout_s
         self._seed = seed
         self._on_no_witness = on_no_witness
-        # One connection pool for all agents: 16 concurrent rollouts would otherwise open and close hundreds.
-        self._http = httpx.AsyncClient(
-            timeout=httpx.Timeout(request_timeout_s, connect=10.0),
-            limits=httpx.Limits(max_connections=256, max_keepalive_connections=64),
-        )
+        # One connection pool for all agents: 16 concurrent rollouts would otherwise open and close hundreds. The SDK's
+        # own client class, so that its own transport errors come out; a proxy of the environment is not for loopback.
+        self._http = openai.DefaultAsyncHttpxClient(timeout=request_timeout_s, trust_env=False)
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -138,7 +135,7 @@ class RolloutPlayer:
             )
         except TimeoutError:
             return None, f"the agent did not finish within rollouts.timeout_s={self._timeout_s:g}"
-        except (openai.OpenAIError, httpx.HTTPError) as error:
+        except openai.OpenAIError as error:
             return None, f"the agent's call failed: {type(error).__name__}: {error}"
         except Exception as error:
             # An agent is code that we did not write: whatever it raises makes this rollout data, not a crash.

@@ -15,6 +15,7 @@ import random
 from typing import Any, cast
 
 from openai import AsyncOpenAI
+from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletion
 
 from workbench.campaign.environments.base import AgentResult, Environment, Message, Reward, Task
@@ -115,6 +116,9 @@ class _Completions:
     async def _ask(self, model: str, messages: list[Message], settings: dict[str, Any]) -> ChatCompletion:
         request: dict[str, Any] = {"model": model, "messages": messages, **settings}
         if self._rng.random() < self._stream:
-            async with self._client.chat.completions.stream(**request) as events:
-                return await events.get_final_completion()
+            state = ChatCompletionStreamState()
+            async for chunk in await self._client.chat.completions.create(stream=True, **request):
+                state.handle_chunk(chunk)
+            # Not its `get_final_completion`, which refuses an answer that was cut by length.
+            return state.current_completion_snapshot
         return await self._client.chat.completions.create(**request)

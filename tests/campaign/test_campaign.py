@@ -1,0 +1,122 @@
+"""`workbench run`, whole: one campaign from the command line to its notebook, and one whose engine is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from workbench import models, runs
+from workbench.campaign.verify_run import verify_run
+
+pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.timeout(420)]
+
+STARTS_WITHIN_S = 240.0
+ENDS_WITHIN_S = 90.0
+
+
+class Command:
+    """`workbench run` in a process of its own; `survivors()` are processes of the run that are still there."""
+
+    def __init__(self, reports: Path, *overrides: str) -> None:
+        models.build("tiny")
+        self.run_dir = reports / "smoke"
+        self._seen: dict[int, psutil.Process] = {}
+        arguments = ["run", "cpu_smoke", "--run", "smoke", f"reports.dir={reports}", *overrides]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "workbench.campaign.cli", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+
+    def look(self) -> None:
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            self._seen.setdefault(process.pid, process)
+
+    def until_phase(self, *phases: str) -> None:
+        deadline = time.monotonic() + STARTS_WITHIN_S
+        while self.status().get("phase") not in phases:
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline, f"never came to {phases}: {self.status()}"
+            self.look()
+            time.sleep(0.2)
+        self.look()
+
+    def status(self) -> dict[str, object]:
+        try:
+            return json.loads((self.run_dir / "status.json").read_text())
+        except FileNotFoundError:
+            return {}
+
+    def end(self, timeout_s: float) -> int:
+        deadline = time.monotonic() + timeout_s
+        while self.process.poll() is None and time.monotonic() < deadline:
+            self.look()
+            time.sleep(0.2)
+        self.out, self.err = self.process.communicate(timeout=5)
+        return self.process.returncode
+
+    def survivors(self) -> list[str]:
+        """Names of what outlived the command; a little patience, because the kernel reaps in its own time."""
+        _, alive = psutil.wait_procs(list(self._seen.values()), timeout=15)
+        return [f"{process.pid} {process.name()}" for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+    def engine_processes(self) -> list[psutil.Process]:
+        return [process for process in self._seen.values() if process.is_running() and "EngineCore" in process.name()]
+
+
+def test_one_command_trains_and_leaves_a_notebook_and_a_run_that_verifies(tmp_path):
+    command = Command(tmp_path)
+    assert command.end(STARTS_WITHIN_S + 60) == 0, command.err
+    assert command.survivors() == []
+    run_dir = command.run_dir
+    assert "Run smoke: done" in command.out and str(run_dir / "campaign.ipynb") in command.out
+
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["status"] == "done"
+    assert (summary["steps"], summary["weight_version"]) == (2, 2)
+    assert summary["rows_per_group"] == [4, 4, 4, 4]
+    assert summary["token_in_rate_after_roots"] == 1.0
+    assert summary["rejected"] == []
+    assert [proof["weight_version"] for proof in summary["proofs"]] == [1, 2]
+    assert all(proof["mean_abs_delta"] < 0.12 for proof in summary["proofs"])
+
+    run = runs.open(run_dir)
+    assert run.campaign["state"].to_list() == ["finished"]
+    assert set(run.calls["mode"]) == {"text", "token_in"}
+    assert run.rollouts["terminal_selection"].unique().to_list() == ["response_id"]
+    # Staleness is bounded by the recipe, and the second step was sampled from trained or initial weights only.
+    assert run.steps["staleness_max"].max() <= 1
+    assert verify_run(run_dir).ok
+    assert (run_dir / "campaign.ipynb").stat().st_size <= 2_000_000
+    assert "<img" in (run_dir / "campaign.html").read_text()
+    secrets = [os.environ.get(name) for name in ("WORKBENCH_CONTROL_TOKEN", "WORKBENCH_WORKER_TOKEN")]
+    text = "".join(path.read_text(errors="replace") for path in run_dir.glob("*.*") if path.is_file())
+    assert not any(secret and secret in text for secret in secrets)
+
+
+def test_a_killed_engine_ends_the_run_with_one_line_a_typed_error_and_nothing_left_running(tmp_path):
+    command = Command(tmp_path, "train.steps=50", "train.sync_timeout_s=20", "rollouts.timeout_s=20")
+    command.until_phase("training", "weight sync", "step done")
+    engines = command.engine_processes()
+    assert engines, "no engine process was found to kill"
+    os.kill(engines[0].pid, signal.SIGKILL)
+    assert command.end(ENDS_WITHIN_S) == 1, command.err
+    assert command.survivors() == []
+    last = command.err.strip().splitlines()[-1]
+    assert last.startswith("workbench: the run failed: "), last
+    assert "engine" in last or "worker" in last
+    status = command.status()
+    assert status["status"] == "failed" and status["error"]
+    run = runs.open(command.run_dir)
+    assert run.campaign["state"].to_list() == ["failed"]
+    assert verify_run(command.run_dir).ok
