@@ -190,9 +190,9 @@ def _build_tiny(folder: Path) -> None:
     with torch.no_grad():
         # One channel is the same for every token and larger for the end token, so that some turns end by
         # themselves (four in ten within 16 tokens): both ways of finishing, stop and length, happen in tests.
-        embedding = model.get_input_embeddings().weight
-        embedding[:, 0] = 0.3
-        embedding[tokenizer.eos_token_id, 0] = 5.0
+        embedding_VD = model.model.embed_tokens.weight
+        embedding_VD[:, 0] = 0.3
+        embedding_VD[tokenizer.eos_token_id, 0] = 5.0
     _save_model(model, folder)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench.errors import TrainerError
@@ -51,6 +51,7 @@ def test_rloo_and_dr_grpo_values():
 
 
 @every_estimator
+@settings(deadline=None)
 @given(batch=batches(), other=st.sampled_from([0.0, 1000.0, -1e30, float("nan"), float("inf")]))
 def test_a_placeholders_reward_changes_nothing(name, options, batch, other):
     rewards, groups, valid = batch
@@ -86,6 +87,7 @@ def test_a_group_of_placeholders_or_a_single_row_has_no_advantage(name, options)
 
 
 @every_estimator
+@settings(deadline=None)
 @given(batch=batches(), seed=st.integers(0, 2**16))
 def test_order_of_rows_does_not_matter(name, options, batch, seed):
     rewards, groups, valid = batch
@@ -95,15 +97,16 @@ def test_order_of_rows_does_not_matter(name, options, batch, seed):
 
 
 @every_estimator
+@settings(deadline=None)
 @given(batch=batches())
-def test_better_than_the_group_is_positive_and_the_group_sums_to_zero(name, options, batch):
+def test_a_better_rollout_has_no_smaller_advantage_and_the_group_sums_to_zero(name, options, batch):
     rewards, groups, valid = batch
     got = advantages(name, rewards, groups, valid, **options)
     for group in set(groups):
         rows = np.array([g == group for g in groups]) & valid
         assert abs(got[rows].sum()) < 1e-6 * max(1.0, np.abs(got[rows]).sum())
-        if got[rows].any():
-            assert (np.argmax(got[rows]) == np.argmax(rewards[rows])) or np.ptp(rewards[rows]) < 1e-3
+        ranked = got[rows][np.argsort(rewards[rows])]
+        assert (np.diff(ranked) >= -1e-9).all()  # ties and rewards closer than rounding may come either way
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from train.samples import row
 
@@ -22,6 +22,7 @@ def model(tiny_model):
     return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
 
 
+@settings(deadline=None)
 @given(lengths=st.lists(st.integers(4, 60), min_size=1, max_size=20), max_tokens=st.integers(1, 200), data=st.data())
 def test_micro_batches_hold_every_sampled_token_once_within_the_bound(lengths, max_tokens, data):
     rows = [

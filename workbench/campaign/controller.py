@@ -57,7 +57,7 @@ async def run_campaign(recipe: Recipe, run_dir: Path | str) -> CampaignResult:
     check_rollout_id(f"{run_dir.name}.0.0.0")
     run_dir.mkdir(parents=True, exist_ok=True)
     if (run_dir / "steps.jsonl").exists():
-        raise SetupError(f"{run_dir} already holds a run. Next: choose another name (run=NAME), or move it away.")
+        raise SetupError(f"{run_dir} already holds a run. Next: choose another name (--run NAME), or move it away.")
     with RunWriter(run_dir) as writer:
         writer.status(status="running", phase="set-up", run=run_dir.name)
         try:
@@ -137,8 +137,6 @@ class Campaign:
             loop_lag_p99_s=lag_p99,
         )
         return CampaignResult(self.fleet.run_dir, recipe.train.steps, self.version, self._replaced)
-
-    # -- rollout pump ------------------------------------------------------------------------------------------
 
     async def _rollout_pump(self) -> None:
         """Start the groups of every step in order, each no earlier than its staleness bound allows."""
@@ -221,8 +219,6 @@ class Campaign:
             )
             self._group_ready.notify_all()
         return True
-
-    # -- train pump --------------------------------------------------------------------------------------------
 
     async def _train_pump(self) -> None:
         train = self.recipe.train
@@ -310,8 +306,6 @@ class Campaign:
             reward_mean=trained["reward_mean"],
             rejected=sum(self._rejections.values()),
         )
-
-    # -- waiting -----------------------------------------------------------------------------------------------
 
     async def _wait_for_version(self, version: int) -> None:
         async with self._version_changed:

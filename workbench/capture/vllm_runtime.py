@@ -82,7 +82,7 @@ def start_engine(config: WorkerConfig, arguments: Any) -> Any:
         "OMP_NUM_THREADS": str(threads),
         # vLLM's own pinning leaves half of a small machine idle and would pin a co-located trainer out.
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
-        # Threads that wait sleep instead of spinning: beside a busy trainer, spinning ones cost nine tenths of the speed.
+        # Waiting threads sleep instead of spinning: beside a busy trainer, spinning slows both down several times.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         "VLLM_NO_USAGE_STATS": "1",
     }

@@ -22,11 +22,14 @@ def logprob_shift(trainer: Sequence[np.ndarray], sampler: Sequence[np.ndarray], 
     Each argument holds one (T,) array a row. A shift is only reported where it is beyond doubt: unshifted the mean
     difference is above 0.25 nat, shifted it is less than a quarter of that.
     """
-    errors = {shift: _mean_abs(trainer, sampler, masks, shift) for shift in (0, 1, -1)}
-    if errors[0] is None or errors[0] < 0.25:
+    aligned = _mean_abs(trainer, sampler, masks, 0)
+    if aligned is None or aligned < 0.25:
         return 0
-    best = min((s for s in (1, -1) if errors[s] is not None), key=lambda s: errors[s], default=0)
-    return best if best and errors[best] < errors[0] / 4 else 0
+    for shift in (1, -1):
+        shifted = _mean_abs(trainer, sampler, masks, shift)
+        if shifted is not None and shifted < aligned / 4:
+            return shift
+    return 0
 
 
 def check_alignment(

@@ -14,12 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from workbench.errors import TrainerError
 from workbench.train.rows import TrainRow
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 HEAD_CHUNK = 1024
 """Tokens whose logits exist at once: 1024 x 49152 float32 are 200 MB. More are recomputed in the backward pass."""
@@ -68,7 +72,7 @@ def _pad(rows: Sequence[TrainRow], positions: list[int], lengths: list[int]) -> 
 
 
 def token_logprobs(
-    model: torch.nn.Module, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0
+    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0
 ) -> torch.Tensor:
     """Log-probs (B, T) float32 of the tokens where `mask` (B, T) is true; exactly 0 elsewhere.
 
@@ -95,7 +99,7 @@ def token_logprobs(
     return out.masked_scatter(mask & _not_first(mask), values_K)  # row-major on both sides, so in the same order
 
 
-def check_head(model: torch.nn.Module) -> None:
+def check_head(model: PreTrainedModel) -> None:
     """Raise TrainerError for a model whose logits are more than `lm_head` times the last hidden state."""
     head, config = model.get_output_embeddings(), model.config
     extra = [
@@ -117,7 +121,7 @@ def _not_first(mask: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def score(model: torch.nn.Module, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
+def score(model: PreTrainedModel, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
     """Log-prob of every token after the first, at temperature 1, one list a row."""
     out = []
     for row in token_ids:

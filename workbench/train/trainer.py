@@ -106,7 +106,9 @@ class Trainer:
         check_head(self.model)
         # No dropout: the ratio must be about the distribution that was sampled from.
         self.model.eval()
-        self._weights = self._split_precision() if self.config.dtype == "bfloat16" else list(self.model.parameters())
+        self._weights: Sequence[torch.Tensor] = (
+            self._split_precision() if self.config.dtype == "bfloat16" else list(self.model.parameters())
+        )
         self._optimizer = torch.optim.AdamW(
             self._weights, lr=self.config.learning_rate, weight_decay=self.config.weight_decay, fused=True
         )
@@ -114,12 +116,14 @@ class Trainer:
     def _split_precision(self) -> list[torch.Tensor]:
         """Make the model a bfloat16 copy of the float32 weights returned; its gradients move to them as they appear."""
         weights = [parameter.detach().clone() for parameter in self.model.parameters()]
-        self.model.to(torch.bfloat16)
+        torch.nn.Module.to(self.model, torch.bfloat16)
         for parameter, weight in zip(self.model.parameters(), weights, strict=True):
 
             def move(parameter: torch.Tensor, weight: torch.Tensor = weight) -> None:
-                weight.grad = parameter.grad.float() if weight.grad is None else weight.grad.add_(parameter.grad)
-                parameter.grad = None
+                gradient = parameter.grad
+                if gradient is not None:
+                    weight.grad = gradient.float() if weight.grad is None else weight.grad.add_(gradient)
+                    parameter.grad = None
 
             parameter.register_post_accumulate_grad_hook(move)
         return weights
@@ -226,7 +230,7 @@ class Trainer:
         return loss_metrics(ours, theirs, advantage, mask, self.config.clip_low, self.config.clip_high, base=base)
 
     def _check_ids(self, rows: Sequence[TrainRow]) -> None:
-        vocabulary = self.model.get_input_embeddings().num_embeddings
+        vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
         for row in rows:
             if not 0 <= (largest := int(row.token_ids.max())) < vocabulary or row.token_ids.min() < 0:
                 raise TrainerError(
@@ -251,7 +255,7 @@ class Trainer:
         self._zero_grad()
         if self.config.dtype == "bfloat16":
             with torch.no_grad():
-                torch._foreach_copy_(list(self.model.parameters()), self._weights)
+                torch._foreach_copy_(list[torch.Tensor](self.model.parameters()), list(self._weights))
         return norm
 
     def publish(self, version: int) -> str:
