@@ -198,7 +198,7 @@ class Train(Section):
 class Proof(Section):
     max_mean_abs_delta: Annotated[float, Field(gt=0.0)] = 0.12
     """Largest mean |log-prob of sampler − trainer| on the fixed prompt after a weight sync. A bf16 engine against a
-    float32 trainer shows about 0.05 on that prompt; an engine that kept a packed copy of an old layer 0.75."""
+    float32 trainer shows about 0.05 on that prompt; one with an output head of another model 0.75."""
 
 
 class Reports(Section):

@@ -36,6 +36,12 @@ QWEN = (
     "{% else %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endif %}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# Puts a line break before its end of turn, which a model that ends the turn by itself has not sampled.
+AIRY = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '\n<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 TWICE = "{% for m in messages %}{{ m['content'] + '<|im_end|>' + m['content'] }}{% endfor %}"
 FORGETS = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
 
@@ -72,5 +78,7 @@ def tokenizer(kind: str) -> Any:
     if kind == "qwen":
         # Added, but not special: they stay in decoded text.
         made.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
-    made.chat_template = {"chatml": CHATML, "llama3": LLAMA3, "qwen": QWEN, "twice": TWICE, "forgets": FORGETS}[kind]
+    made.chat_template = {
+        "chatml": CHATML, "llama3": LLAMA3, "qwen": QWEN, "airy": AIRY, "twice": TWICE, "forgets": FORGETS
+    }[kind]  # fmt: skip
     return made

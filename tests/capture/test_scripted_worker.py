@@ -158,10 +158,11 @@ class SlowSink(MemorySink):
 
     def __init__(self) -> None:
         super().__init__()
-        self.go = asyncio.Event()
+        self.asked, self.go = asyncio.Event(), asyncio.Event()
         self.error: Exception | None = None
 
     async def stage_async(self, call: StagedCall) -> None:
+        self.asked.set()
         await self.go.wait()
         if self.error is not None:
             raise self.error
@@ -175,15 +176,27 @@ async def test_last_output_leaves_only_after_staging(
     script = write_script(tmp_path, {"text": "The capital of France is Paris."})
     sink = SlowSink()
     async with serving(chatml_folder, script, monkeypatch, sink=sink) as (server, _):
-        call = asyncio.create_task(Agent(server, "run.0.0.0").call([USER], stream=stream))
-        await until(lambda: server.core.counts.total() == 0 and server.board.live_calls == 1)
+        agent = Agent(server, "run.0.0.0")
+        admission = agent.admission()
+        ends: list[str] = []
+
+        async def read() -> None:
+            # The response alone: asking for the outcome would wait for the sink whatever had left before.
+            body = {"model": "policy", "messages": [USER], "stream": stream}
+            async with agent.http.stream("POST", agent.path, json=body, headers=agent.headers(admission)) as answer:
+                async for line in answer.aiter_lines():
+                    if '"finish_reason":"stop"' in line:
+                        ends.append(line)
+
+        call = asyncio.create_task(read())
+        await asyncio.wait_for(sink.asked.wait(), DEADLINE_S)
         # Time enough to answer, were it not held back.
-        done, _ = await asyncio.wait([call], timeout=0.3)
-        assert not done
-        assert server.board.live_calls == 1
+        await asyncio.wait([call], timeout=0.3)
+        assert (ends, call.done(), server.board.live_calls) == ([], False, 1)
         sink.go.set()
-        _, response, outcome = await asyncio.wait_for(call, DEADLINE_S)
-        assert text_of(response).endswith("Paris.")
+        await asyncio.wait_for(call, DEADLINE_S)
+        assert len(ends) == 1
+        outcome = await agent.outcome(admission.model_call_id)
         assert outcome["coords"]["disposition"] == "staged"
 
 
@@ -313,6 +326,22 @@ async def test_weight_update_waits_for_running_calls_and_holds_new_ones(
         assert outcome["coords"]["weight_version"] == 1
         assert (await rows_of(sink, slow, old))[0].weight_version == 0
         assert (await quick.http.get("/workbench/status")).json()["weight_version"] == 1
+
+
+async def test_calls_stay_held_after_an_update_until_it_was_proved(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    async with serving(chatml_folder, write_script(tmp_path, {"text": "one"}), monkeypatch) as (server, _):
+        await server.update_weights("unused", 1, hold=True)
+        held = asyncio.create_task(Agent(server, "run.0.0.0").call([USER]))
+        await until(lambda: server.board.live_calls == 1)
+        assert (await asyncio.wait([held], timeout=0.1))[0] == set()
+        assert server.gate.running == 0
+        server.resume()
+        _, _, outcome = await held
+        assert outcome["coords"]["weight_version"] == 1
+        await server.update_weights("unused", 2)
+        assert not server.gate.held
 
 
 async def test_weight_update_gives_up_at_its_deadline_and_lets_calls_go_on(

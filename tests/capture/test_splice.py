@@ -100,6 +100,16 @@ async def test_a_cut_turn_gets_the_templates_end_of_turn_in_the_tail(kind: str) 
     assert chat.tokenizer.decode(prompt) == chat.text(messages)
 
 
+async def test_the_end_of_turn_stands_once_where_the_template_puts_a_line_break_before_it() -> None:
+    chat = Chat("airy")
+    messages = [USER, {"role": "assistant", "content": "Paris"}, NEXT]
+    tail = chat.encode("\n<|im_start|>user\nsay hello\n<|im_end|>\n<|im_start|>assistant\n")
+    ended = chat.after_turn([USER], [*chat.encode("Paris"), chat.end])
+    assert await chat.child(ended, messages) == ended + tail
+    cut = chat.after_turn([USER], chat.encode("Paris"))
+    assert await chat.child(cut, messages) == cut + chat.encode("\n<|im_end|>") + tail
+
+
 @pytest.mark.parametrize("kind", ["chatml", "llama3", "qwen"])
 async def test_another_stop_token_does_not_count_as_the_end_of_turn(kind: str) -> None:
     chat = Chat(kind)

@@ -197,6 +197,20 @@ async def test_an_agent_that_leaves_in_the_middle_leaves_no_stuck_call(stack: St
     await until(lambda: not stack.gateway._live, "no call is under way")
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/%2e%2e/workbench/status", "/v1/..%2fworkbench%2fstatus", "/v1/models%3Fa", "/v1//models", "/v1/%23a"]
+)
+async def test_nothing_passes_through_to_what_the_worker_keeps_for_its_gateway(stack: Stack, path: str) -> None:
+    host, port = stack.url.removeprefix("http://").split(":")
+    # By hand: clients tidy such paths up before they send them.
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+    answer = await asyncio.wait_for(reader.read(), 10.0)
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 404"), answer
+    assert b"weight_version" not in answer
+
+
 async def test_untagged_calls_pass_and_leave_no_trace(stack: Stack) -> None:
     before = len(stack.sink.rows)
     agent = stack.client("/v1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from conftest import gateway_over, listening
+from conftest import gateway_over, listening, until
 from workbench.wire import CaptureAdmission, hash_token_ids, staging_key
 
 ASK = {"model": "policy", "messages": [{"role": "user", "content": "say something"}]}
@@ -173,8 +174,6 @@ async def test_a_broken_stream_poisons_only_after_content_left(
 async def test_a_worker_that_hangs_is_given_up_at_the_deadline(tmp_path: Path) -> None:
     async def forever() -> AsyncIterator[bytes]:
         yield chunk("ye")
-        import asyncio
-
         await asyncio.Event().wait()
 
     worker = Worker(lambda: StreamingResponse(forever(), media_type="text/event-stream"), staged)
@@ -182,6 +181,46 @@ async def test_a_worker_that_hangs_is_given_up_at_the_deadline(tmp_path: Path) -
         told = await ask(stream=True)
         assert "worker_timeout" in told.text
         assert [failure.reason for failure in store.manifest("r").failures] == ["worker_capture_failed"]
+
+
+@pytest.mark.parametrize(
+    ("frames", "reason"),
+    [((), "request_finished_without_staged_coordinates"), ((chunk("ye"),), "worker_capture_failed")],
+)
+async def test_a_gateway_that_stops_leaves_a_row_of_every_call_it_gives_up(
+    frames: tuple[bytes, ...], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workbench.gateway.app.STOP_GRACE_S", 0.05)
+    begun = asyncio.Event()
+
+    async def forever() -> AsyncIterator[bytes]:
+        for frame in frames:
+            yield frame
+        begun.set()
+        await asyncio.Event().wait()
+
+    worker = Worker(lambda: StreamingResponse(forever(), media_type="text/event-stream"), staged)
+    async with (
+        listening(worker.app) as worker_url,
+        gateway_over(worker_url, tmp_path) as (url, gateway),
+        httpx.AsyncClient(timeout=20.0) as http,
+    ):
+        told = bytearray()
+
+        async def read() -> None:
+            route = f"{url}/ng-rollout/r/v1/chat/completions"
+            async with http.stream("POST", route, json=ASK | {"stream": True}) as answer:
+                async for part in answer.aiter_bytes():
+                    told.extend(part)
+
+        reading = asyncio.create_task(read())
+        await asyncio.wait_for(begun.wait(), 10.0)
+        await until(lambda: not frames or told, "the frame has reached the agent")
+        await gateway.close()
+        await reading
+        assert b"gateway_stopping" in told
+        manifest = gateway.custodian.store.manifest("r")
+    assert [failure.reason for failure in manifest.failures] == [reason]
 
 
 @pytest.mark.parametrize("status", [400, 404, 422, 500, 503])

@@ -44,6 +44,25 @@ def test_a_line_cut_at_any_byte_was_never_acknowledged(tmp_path: Path) -> None:
     )
 
 
+def test_a_row_is_on_disk_before_record_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut cannot be had in a test; the order of write and fsync can."""
+    synced: list[bytes] = []
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        real(fd)
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        if path.name.endswith(".lineage.jsonl"):
+            synced.append(path.read_bytes())
+
+    monkeypatch.setattr("workbench.ledger.journal.os.fsync", fsync)
+    store = LedgerStore(tmp_path)
+    grown(store, 1)
+    assert synced[-1:] == [ledger_of(store).read_bytes()]
+    store.record_failure(R, "c9", Cause.WORKER_CAPTURE_FAILED)
+    assert synced[-1:] == [ledger_of(store).read_bytes()]
+
+
 def test_a_store_that_is_running_sees_a_torn_line_go(tmp_path: Path) -> None:
     store, rival = LedgerStore(tmp_path), LedgerStore(tmp_path)
     grown(store, 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import polars as pl
 import pytest
@@ -134,6 +136,29 @@ def test_a_missing_row_stops_the_step_before_anything_changes(trainer, tmp_path)
         learner.train_step(1, keys_of(rows))
     assert torch.equal(weights_of(learner), before)
     assert len(learner.source.rows) == 7 and not (tmp_path / "train").exists()
+
+
+def test_rows_are_cleared_only_after_their_part_is_on_disk(trainer, tmp_path):
+    rows = eight_rows()
+    learner = trainer(rows)
+    (tmp_path / "train").write_text("in the way")
+    with pytest.raises(OSError):
+        learner.train_step(1, keys_of(rows))
+    assert len(learner.source.rows) == 8
+
+
+def test_shifted_log_probs_stop_the_step_before_anything_changes(trainer):
+    # Cold, so that one token's log-prob says little about its neighbour's.
+    learner = trainer(temperature=0.02)
+    rows = sample_rows(learner.model, [1, 4093, 198], 8, 10, lambda ids: float(ids[0] % 2), seed=0)
+    _, part = trainer(temperature=0.02).step_on(1, rows)
+    shifted = [
+        replace(item, logprobs=np.roll(own, 1)) for item, own in zip(rows, part["trainer_logprobs"], strict=True)
+    ]
+    before = weights_of(learner).clone()
+    with pytest.raises(TrainerError, match="shifted by one position"):
+        learner.step_on(2, shifted)
+    assert torch.equal(weights_of(learner), before)
 
 
 def test_ids_outside_the_vocabulary_are_named(trainer):

@@ -257,7 +257,10 @@ class Campaign:
         )
         published = time.monotonic()
         timings = await within(
-            self.fleet.worker.update_weights.remote(path, step), timeout_s, "the policy worker", f"loading step {step}"
+            self.fleet.worker.update_weights.remote(path, step, hold=True),
+            timeout_s,
+            "the policy worker",
+            f"loading step {step}",
         )
         loaded = time.monotonic()
         proof = await prove_weights(
@@ -268,6 +271,7 @@ class Campaign:
             timeout_s=timeout_s,
             max_mean_abs_delta=self.recipe.proof.max_mean_abs_delta,
         )
+        await within(self.fleet.worker.resume.remote(), timeout_s, "the policy worker", f"resuming at step {step}")
         async with self._version_changed:
             self.version = step
             self._version_changed.notify_all()

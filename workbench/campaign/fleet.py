@@ -35,6 +35,8 @@ CONTROL_TOKEN = "WORKBENCH_CONTROL_TOKEN"
 WORKER_TOKEN = "WORKBENCH_WORKER_TOKEN"
 STOP_TIMEOUT_S = 20.0
 WORKER_CONCURRENCY = 64
+# Fetch, publish, clear: together they end before the controller stops waiting, so that the one at fault is named.
+FINALIZER_REQUESTS = 4
 
 
 async def within(awaitable: Awaitable[T], timeout_s: float, component: str, doing: str) -> T:
@@ -213,7 +215,7 @@ class Fleet:
         self._stops.append(("trainer", self._actor_stop(self.trainer)))
         self.finalizers = [
             FinalizerActor.options(num_cpus=1).remote(
-                str(self.run_dir), str(model_path), deadline_s=recipe.finalizer.timeout_s
+                str(self.run_dir), str(model_path), deadline_s=recipe.finalizer.timeout_s / FINALIZER_REQUESTS
             )
             for _ in range(recipe.finalizer.actors)
         ]

@@ -11,6 +11,7 @@ Not here: which calls are captured (gateway, policy worker), tokens (finalizer),
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from dataclasses import dataclass
@@ -93,11 +94,10 @@ class RolloutPlayer:
                 duration_s=time.monotonic() - started,
             )
         manifest = RolloutManifest.model_validate(closed["manifest"])
+        total: float = 0.0
+        components: dict[str, float] = {}
         if error is None and result is not None:
-            reward = self._environment.reward(plan.task, result)
-            total, components = float(reward.total), dict(reward.components)
-        else:
-            total, components = 0.0, {}
+            total, components, error = self._score(plan, result)
         receipt = assemble_receipt(
             manifest,
             rollout_id=rollout_id,
@@ -118,6 +118,18 @@ class RolloutPlayer:
             reward_components=components,
             duration_s=time.monotonic() - started,
         )
+
+    def _score(self, plan: RolloutPlan, result: AgentResult) -> tuple[float, dict[str, float], str | None]:
+        """(reward, its parts, None), or (0, {}, one sentence saying why this rollout cannot be scored)."""
+        try:
+            reward = self._environment.reward(plan.task, result)
+            total = float(reward.total)
+            components = {name: float(part) for name, part in reward.components.items()}
+        except Exception as error:
+            return 0.0, {}, f"its reward raised {type(error).__name__}: {error}"
+        if not all(math.isfinite(value) for value in (total, *components.values())):
+            return 0.0, {}, f"its reward is {total}, with the parts {components}; a reward is a finite number"
+        return total, components, None
 
     async def _run_agent(self, plan: RolloutPlan) -> tuple[AgentResult | None, str | None]:
         """(result, None) or (result or None, one sentence saying why the rollout has no vote)."""

@@ -69,6 +69,8 @@ class GenerationGate:
 
     def __init__(self) -> None:
         self.running = 0
+        self.held = False
+        """Whether a weight update has ended and keeps calls back all the same, until `open`."""
         self._open = asyncio.Event()
         self._open.set()
         self._idle = asyncio.Event()
@@ -89,8 +91,11 @@ class GenerationGate:
                 self._idle.set()
 
     @contextlib.asynccontextmanager
-    async def alone(self, timeout_s: float) -> AsyncIterator[None]:
-        """Hold while nothing may run. Raises `DeadlineExceeded` when running calls do not end within `timeout_s`."""
+    async def alone(self, timeout_s: float, *, stay_closed: bool = False) -> AsyncIterator[None]:
+        """Hold while nothing may run; `stay_closed` leaves the gate closed afterwards, until `open`.
+
+        Raises `DeadlineExceeded`, with the gate open, when running calls do not end within `timeout_s`.
+        """
         if not self._open.is_set():
             raise CaptureError("A weight update is already in progress; expected one at a time.")
         self._open.clear()
@@ -102,8 +107,17 @@ class GenerationGate:
                     f"{self.running} generations still ran {timeout_s:g} s after a weight update asked for quiet."
                 ) from error
             yield
-        finally:
+        except BaseException:
             self._open.set()
+            raise
+        self.held = stay_closed
+        if not stay_closed:
+            self._open.set()
+
+    def open(self) -> None:
+        """Let the calls go on that were held back."""
+        self.held = False
+        self._open.set()
 
 
 class GatedEngine:

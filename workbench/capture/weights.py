@@ -1,9 +1,12 @@
 """Weights: what runs inside the engine's own processes, to load new weights whole and to end when the server ends.
 
-vLLM mixes `EngineSide` into its worker class and calls it by name (`collective_rpc`). Two things need code there:
+vLLM mixes `EngineSide` into its worker class and calls it by name (`collective_rpc`). Three things need code there:
 - Reloading. On a CPU vLLM keeps packed copies of weight matrices. Its own reload renews those of linear layers but,
   with tied embeddings, not the output head's, and the engine then samples from a mixed model without a word. So every
   embedding that has a packed copy is packed again from its new weight.
+- Proving. One optimiser step moves log-probs by less than a bfloat16 engine's rounding does, so no comparison of
+  log-probs could tell that an engine kept its old weights. Weights can: what the engine shows under the file's own
+  names must equal the file, and a packed copy must give back the weight that it was packed from.
 - Dying. The engine's processes watch the server's; when that is gone, killed too, they end within a second.
 Invariant: return values are plain numbers and strings; anything else would stop vLLM's message thread.
 Not here: pausing generation, the prefix cache, version numbers (worker).
@@ -14,23 +17,41 @@ from __future__ import annotations
 import os
 import threading
 import time
+from pathlib import Path
+from typing import Any
+
+from workbench.errors import WeightSyncError
 
 PARENT_POLL_S = 0.5
+PACKED_COLUMNS = 4
+"""Columns of each packed copy that are looked at: an optimiser step changes some row in every one of them."""
 
 
 class EngineSide:
     """Mixed into vLLM's worker, which provides `reload_weights` and `model_runner`."""
 
     def workbench_reload(self, path: str, repack: bool = True) -> dict[str, float]:
-        """Load the safetensors folder `path` in place. Returns seconds and the number of packed copies renewed.
+        """Load the safetensors folder `path` in place. Returns seconds and the numbers of packed copies renewed and of
+        weights compared with the file. Raises `WeightSyncError` where the engine holds others than the file's.
 
-        `repack=False` is what vLLM does alone; it is there so that a test can show the difference.
+        `repack=False` is what vLLM does alone, unproved; it is there so that a test can show the difference.
         """
         began = time.perf_counter()
         self.reload_weights(weights_path=path)  # type: ignore[attr-defined]
         loaded = time.perf_counter()
-        repacked = _repack_embeddings(self.model_runner.get_model()) if repack else 0  # type: ignore[attr-defined]
-        return {"load_s": loaded - began, "repack_s": time.perf_counter() - loaded, "repacked": float(repacked)}
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        repacked = _repack_embeddings(model) if repack else 0
+        packed = time.perf_counter()
+        compared = _compare_with_file(model, Path(path)) if repack else 0
+        if repack:
+            _compare_packed_copies(model)
+        return {
+            "load_s": loaded - began,
+            "repack_s": packed - loaded,
+            "compare_s": time.perf_counter() - packed,
+            "repacked": float(repacked),
+            "compared": float(compared),
+        }
 
     def workbench_die_with(self, server_pid: int) -> int:
         """Start watching the server process; returns this process's id."""
@@ -55,6 +76,46 @@ def _repack_embeddings(model: object) -> int:
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
             repacked += 1
     return repacked
+
+
+def _compare_with_file(model: Any, folder: Path) -> int:
+    """How many weights the engine holds under a name and shape of the file's; each must equal it in its own dtype.
+
+    The others are fused, sharded or packed, and nothing is said about them here. Raises `WeightSyncError`.
+    """
+    import torch
+    from safetensors import safe_open
+
+    held = dict(model.named_parameters())
+    compared = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118 - not a mapping
+                mine = held.get(name)
+                if mine is None or list(mine.shape) != stored.get_slice(name).get_shape():
+                    continue
+                if not torch.equal(mine.detach().cpu(), stored.get_tensor(name).to(mine.dtype)):
+                    raise WeightSyncError(f"{name} is not what {file} holds; the engine kept other weights")
+                compared += 1
+    return compared
+
+
+def _compare_packed_copies(model: Any) -> None:
+    """Every packed copy whose weight is still there must be a copy of that weight. Raises `WeightSyncError`."""
+    import torch
+
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if not hasattr(module, "cpu_linear") or weight is None or weight.dim() != 2 or not weight.numel():
+            continue
+        # A one-hot input gives back one column of the packed weight, to the bit in bfloat16.
+        columns = torch.linspace(0, weight.shape[1] - 1, PACKED_COLUMNS).long()
+        one_hot = torch.zeros(PACKED_COLUMNS, weight.shape[1], dtype=weight.dtype, device=weight.device)
+        one_hot[torch.arange(PACKED_COLUMNS), columns] = 1.0
+        came, expected = module.cpu_linear(one_hot, weight, None).float(), weight[:, columns].t().float()
+        # Less than a bfloat16 step, more than what a kernel may lose that multiplies float32 weights as bfloat16.
+        if not torch.allclose(came, expected, rtol=0.003, atol=0.0):
+            raise WeightSyncError(f"{name}: its packed copy differs from its weight; it was not packed again")
 
 
 def _end_after(server: object, core: object | None) -> None:

@@ -216,17 +216,18 @@ class PolicyServer:
 
         return await run_probe(self)
 
-    async def update_weights(self, path: str, version: int) -> dict[str, float]:
+    async def update_weights(self, path: str, version: int, hold: bool = False) -> dict[str, float]:
         """Load the safetensors folder `path` as weight version `version`; returns the seconds each part took.
 
-        New calls wait meanwhile. Raises `WeightSyncError` when loading fails or the prefix cache was not reset,
+        New calls wait meanwhile, and with `hold` until `resume`, so that the new weights can be proved before anything
+        is sampled from them. Raises `WeightSyncError` when loading fails or the prefix cache was not reset,
         `DeadlineExceeded` when running calls do not end within `quiet_timeout_s` or loading takes longer than
         `load_timeout_s`, `ComponentDied` when the engine is gone.
         """
         if version <= self._version:
             raise WeightSyncError(f"Weight version {version} came after {self._version}; versions only grow.")
         began = time.perf_counter()
-        async with self.gate.alone(self.config.quiet_timeout_s):
+        async with self.gate.alone(self.config.quiet_timeout_s, stay_closed=hold):
             quiet = time.perf_counter()
             timings = {"quiet_s": quiet - began}
             if self.config.engine == "vllm":
@@ -234,6 +235,10 @@ class PolicyServer:
                 timings |= await self._load(path)
             self._version = version
         return timings | {"total_s": time.perf_counter() - began}
+
+    def resume(self) -> None:
+        """Let calls sample again after `update_weights(…, hold=True)`."""
+        self.gate.open()
 
     def _check_alive(self) -> None:
         if self.config.engine == "vllm" and (self.engine is None or self.engine.errored):
@@ -266,6 +271,9 @@ class PolicyServer:
         from workbench.capture import vllm_runtime
 
         self._check_alive()
+        if self.gate.held:
+            # Calls are kept back for exactly this: the new weights are scored before anything is sampled from them.
+            return await vllm_runtime.score(self.engine, token_ids)
         async with self.gate.call():
             return await vllm_runtime.score(self.engine, token_ids)
 
@@ -332,8 +340,11 @@ class PolicyWorker:
     async def probe(self) -> dict[str, Any]:
         return await self._server.probe()
 
-    async def update_weights(self, path: str, version: int) -> dict[str, float]:
-        return await self._server.update_weights(path, version)
+    async def update_weights(self, path: str, version: int, hold: bool = False) -> dict[str, float]:
+        return await self._server.update_weights(path, version, hold)
+
+    async def resume(self) -> None:
+        self._server.resume()
 
     async def score(self, token_ids: list[list[int]]) -> list[list[float]]:
         return await self._server.score(token_ids)

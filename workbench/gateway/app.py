@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,9 @@ from workbench.wire import check_rollout_id
 OWN_HEADERS = "x-workbench-"
 COMPACTION_HEADER = "x-workbench-compaction"
 STOP_GRACE_S = 3.0
+# No segment begins with a dot, and nothing in it means anything to a URL: what passes through stays below the worker's
+# /v1, and never reaches the routes that are for its gateway alone.
+_UNTAGGED_PATH = re.compile(r"[A-Za-z0-9_~:@-][A-Za-z0-9._~:@-]*(/[A-Za-z0-9_~:@-][A-Za-z0-9._~:@-]*)*/?")
 
 
 @dataclass
@@ -157,6 +161,10 @@ class Gateway:
         return await self._pass("GET", "/v1/models", None, request.url.query)
 
     async def _untagged(self, request: Request) -> Response:
+        if not _UNTAGGED_PATH.fullmatch(request.path_params["path"]):
+            raise Refused(
+                404, "No such route below /v1; names there are letters, digits and . _ ~ : @ -", "unknown_route"
+            )
         raw = await read_body(request, self.settings.max_body_bytes) if request.method == "POST" else None
         return await self._pass(request.method, f"/v1/{request.path_params['path']}", raw, request.url.query)
 

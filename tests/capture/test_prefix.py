@@ -1,0 +1,62 @@
+"""Prefix store: what it remembers is proved before it is used; spoiling or losing it costs one read, not a prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from workbench.capture.core import CaptureCore
+from workbench.capture.prefix import PrefixStore
+from workbench.capture.staging import MemorySink
+from workbench.errors import StagingError
+from workbench.wire import CaptureAdmission, Cause, CommitCoords
+
+IDS = [1, 5, 9, 13, 2]
+
+
+def staged_root(sink: MemorySink) -> CommitCoords:
+    core = CaptureCore(sink, lambda: 0, sink_timeout_s=None)
+    call = core.begin(CaptureAdmission(rollout_id="r.0.0.0", model_call_id="root", mode="text"))
+    return core.complete(call, prompt_token_ids=IDS[:3], generated_token_ids=IDS[3:], logprobs=[-0.5, -0.5])
+
+
+def child_of(coords: CommitCoords, **changed: Any) -> CaptureAdmission:
+    fields = {
+        "rollout_id": "r.0.0.0",
+        "model_call_id": "child",
+        "parent_call_id": "root",
+        "prev_len": coords.cum_len,
+        "mode": "token_in",
+        "staging_chain": [coords.staging_key],
+        "parent_chain_hash": coords.chain_hash,
+    }
+    return CaptureAdmission.model_validate(fields | changed)
+
+
+@pytest.mark.parametrize(
+    ("remembered", "fetches"),
+    [(IDS, 0), (None, 1), ([1, 5, 9, 13, 3], 1), (IDS[:4], 1)],
+    ids=["whole", "nothing", "a changed id", "too short"],
+)
+async def test_what_is_remembered_is_proved_before_it_is_used(remembered: list[int] | None, fetches: int) -> None:
+    sink = MemorySink()
+    coords = staged_root(sink)
+    store = PrefixStore(sink, 1 << 20)
+    if remembered is not None:
+        store.remember(coords, np.array(remembered))
+    assert (await store.resolve(child_of(coords))).tolist() == IDS
+    assert (store.fetches, store.hits) == (fetches, 1 - fetches)
+
+
+@pytest.mark.parametrize("changed", [{"parent_chain_hash": "0" * 64}, {"prev_len": 4}])
+async def test_neither_memory_nor_storage_answers_for_another_parent(changed: dict[str, Any]) -> None:
+    sink = MemorySink()
+    coords = staged_root(sink)
+    store = PrefixStore(sink, 1 << 20)
+    store.remember(coords, np.array(IDS))
+    with pytest.raises(StagingError) as error:
+        await store.resolve(child_of(coords, **changed))
+    assert error.value.cause == Cause.PREFIX_MISMATCH
+    assert store.hits == 0
