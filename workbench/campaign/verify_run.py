@@ -69,7 +69,8 @@ class VerifyReport:
         return not self.differences
 
     def __repr__(self) -> str:
-        verdict = "every digest and row holds" if self.ok else f"{len(self.differences):,} DIFFERENCES"
+        many = "S" if len(self.differences) != 1 else ""
+        verdict = "every digest and row holds" if self.ok else f"{len(self.differences):,} DIFFERENCE{many}"
         return (
             f"Verified {self.run} · {self.groups:,} groups · {self.rollouts:,} rollouts ({self.rows_valid:,} valid) · "
             f"{self.calls:,} calls · {self.tokens:,} tokens · {verdict}"
