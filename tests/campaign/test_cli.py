@@ -48,7 +48,7 @@ def test_help_imports_nothing_heavy_and_answers_at_once():
 
 def test_every_command_has_help_and_a_sentence():
     listed = workbench("--help").stdout
-    assert "...\n" not in listed, "a first sentence is too long to be shown whole"
+    assert "..." not in listed.partition("Commands:")[2], "a first sentence is too long to be shown whole"
     for name, command in main.commands.items():
         assert name in listed
         assert command.help and command.help.strip()

@@ -193,7 +193,8 @@ def _papermill(execution: _Execution, source: Path, target: Path, parameters: di
     """Body of the thread: runs the notebook to its end, or to what ends it."""
     import papermill
 
-    logging.getLogger("papermill").setLevel(logging.ERROR)
+    # A dead kernel is logged as an error, too; it is ours to say, once and in our words.
+    logging.getLogger("papermill").setLevel(logging.CRITICAL)
     try:
         papermill.execute_notebook(
             str(source),
