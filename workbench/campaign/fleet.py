@@ -34,6 +34,8 @@ T = TypeVar("T")
 CONTROL_TOKEN = "WORKBENCH_CONTROL_TOKEN"
 WORKER_TOKEN = "WORKBENCH_WORKER_TOKEN"
 STOP_TIMEOUT_S = 20.0
+# Its actors import torch, which takes minutes on a busy machine that reads the packages for the first time.
+DATA_PLANE_START_S = 240.0
 WORKER_CONCURRENCY = 64
 
 
@@ -172,9 +174,9 @@ class Fleet:
                 storage_units=plane.storage_units,
                 send_recv_timeout_s=plane.send_recv_timeout_s,
                 max_attempts=plane.max_attempts,
-                start_timeout_s=90.0,
+                start_timeout_s=DATA_PLANE_START_S,
             ),
-            100.0,
+            DATA_PLANE_START_S + 10.0,
             "TransferQueue",
             "starting",
         )
