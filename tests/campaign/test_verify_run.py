@@ -78,6 +78,20 @@ def test_a_flipped_bit_of_any_column_of_a_part_is_found_whatever_the_column_mean
         assert part in named, column.path_in_schema
 
 
+def test_a_group_and_a_step_that_are_gone_altogether_are_named_from_the_logs(run_dir):
+    (run_dir / "train" / "step-1.parquet").unlink()
+    for part in ("calls/g00001.parquet", "rows/g00001.parquet", "receipts/g00001.jsonl"):
+        (run_dir / part).unlink()
+    named = {difference.file for difference in verify_run(run_dir).differences}
+    assert named == {"calls/g00001.parquet", "train/step-1.parquet"}
+
+
+def test_a_run_without_a_finished_group_is_not_said_to_hold(tmp_path):
+    (tmp_path / "steps.jsonl").touch()
+    report = verify_run(tmp_path)
+    assert report.ok and repr(report).endswith("no group was finished, nothing to hold")
+
+
 def test_a_part_whose_columns_are_of_another_type_is_named_and_no_exception(run_dir):
     path = run_dir / "train" / "step-1.parquet"
     table = pq.read_table(path)
