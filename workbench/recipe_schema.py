@@ -244,7 +244,7 @@ class Recipe(Section):
         for key, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             if getattr(self.sampling, key) != neutral:
                 raise ValueError(
-                    f"sampling.{key}: expected {neutral:g}, because the trainer scores all tokens and not the sampler's "
+                    f"sampling.{key}: expected {neutral:g}, because the trainer scores all tokens, not the sampler's "
                     f"truncated set, so that every ratio would be off; got {getattr(self.sampling, key):g}"
                 )
         if self.sampling.max_tokens >= self.model.max_model_len:

@@ -99,7 +99,7 @@ class LedgerStore:
     def resolve(
         self, rollout_id: str, request_items: Items, prompt_options: Mapping[str, Any] | None = None
     ) -> Resolution:
-        """The raw outcome for a request, without admitting anything."""
+        """The raw outcome for a request by the contract alone, without admitting anything."""
         rollout = self._rollout(rollout_id)
         with rollout.lock:
             rollout.journal.refresh()
@@ -134,7 +134,9 @@ class LedgerStore:
                 resolution = Resolution("root" if replaced else "unresolved")
             else:
                 replaced = None
-                resolution = resolve(rollout.index, request_items, options_digest(prompt_options))
+                resolution = resolve(
+                    rollout.index, request_items, options_digest(prompt_options), repeats_continue=False
+                )
                 if resolution.status == "unresolved" and not rollout.index.in_order:
                     # A history that this rollout was seeded with: nothing of it was sampled here.
                     resolution = Resolution("root")
