@@ -11,6 +11,7 @@ anything that an agent may have seen of it can come back as a history.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import threading
@@ -134,7 +135,9 @@ class Retries:
 
     async def delivered(self, rollout_id: str, call_id: str) -> None:
         """Its response has left, to the last byte, for a client that was still there."""
-        await self._custodian.off_loop(self._log(rollout_id).delivered, call_id)
+        # Not noted, it can only be served once more, to a client that says that it retries.
+        with contextlib.suppress(LedgerError, OSError):
+            await self._custodian.off_loop(self._log(rollout_id).delivered, call_id)
 
     async def bury(self, rollout_id: str) -> None:
         """Give every call that died with its gateway its failure row. Before a freeze."""
