@@ -15,7 +15,6 @@ import logging
 import os
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -28,6 +27,7 @@ from workbench.errors import ComponentDied, DeadlineExceeded, SetupError, Workbe
 from workbench.gateway.client import ControlClient
 from workbench.gateway.process import GatewayProcess
 from workbench.models import resolve as resolve_model
+from workbench.places import make_ray_directory
 
 T = TypeVar("T")
 
@@ -129,8 +129,7 @@ class Fleet:
         recipe, plane = self.recipe, self.recipe.data_plane
         if ray.is_initialized():
             raise SetupError("Ray is already running in this process. Next: ray.shutdown(), or start a new kernel.")
-        # Socket paths under Ray's temporary directory must stay below 107 bytes, whatever TMPDIR is here.
-        temp_dir = tempfile.mkdtemp(prefix="wb-ray-", dir="/tmp")
+        temp_dir = str(make_ray_directory())
 
         def init() -> None:
             logging.getLogger("ray").setLevel(logging.ERROR)
@@ -151,6 +150,7 @@ class Fleet:
             }
             if recipe.ray.address == "local":
                 options |= {"address": "local", "num_cpus": recipe.ray.num_cpus, "_temp_dir": temp_dir}
+                options["runtime_env"]["py_executable"] = dataplane.interpreter()
             else:
                 options |= {"address": recipe.ray.address}
             ray.init(**options)
