@@ -40,6 +40,7 @@ from workbench.wire import check_rollout_id
 
 OWN_HEADERS = "x-workbench-"
 COMPACTION_HEADER = "x-workbench-compaction"
+SAMPLES_NOTHING = ("/v1/messages/count_tokens",)
 STOP_GRACE_S = 3.0
 
 
@@ -113,28 +114,38 @@ class Gateway:
                     502, f"The policy worker did not answer ({type(error).__name__}).", "worker_unreachable"
                 )
             self.metrics.refused.labels(answer.code).inc()
-            return answer.response()
+            dialect = DIALECTS.get(request.path_params.get("path", ""))
+            return answer.response(None if dialect is None else dialect.refusal(answer))
 
         return endpoint
 
     async def _tagged(self, request: Request) -> Response:
         rollout_id = check_rollout_id(request.path_params["rollout_id"])
-        dialect = DIALECTS.get(request.path_params["path"])
+        path = request.path_params["path"]
+        if path in SAMPLES_NOTHING:
+            return await self._pass("POST", path, await read_body(request, self.settings.max_body_bytes), "")
+        dialect = DIALECTS.get(path)
         if dialect is None:
             known = ", ".join(DIALECTS)
-            raise Refused(404, f"No captured route {request.path_params['path']}; there are: {known}.", "unknown_route")
+            raise Refused(404, f"No captured route {path}; there are: {known}.", "unknown_route")
         raw = await read_body(request, self.settings.max_body_bytes)
         if not self.settings.capture_enabled:
             return await self._pass("POST", dialect.path, raw, "")
         body = _json_object(raw)
+        after, stored_input = dialect.named_response(body), dialect.stored_input(body)
+        if after is not None:
+            history = await self.custodian.off_loop(self.custodian.histories.items, rollout_id, after)
+            body = dialect.with_history(body, history)
         items, options = dialect.request_items(body), dialect.prompt_options(body)
         pinned = pin(body, self.settings.sampling, dialect.max_tokens_field)
         for name in pinned.stripped:
             self.metrics.stripped.labels(name).inc()
-        for name in pinned.overridden:
+        for name in (*pinned.overridden, *dialect.adapt(pinned.body)):
             self.metrics.overridden.labels(name).inc()
         replaces = request.headers.get(COMPACTION_HEADER)
-        call = await self.custodian.admit(rollout_id, uuid4().hex, dialect, items, options, replaces)
+        call = await self.custodian.admit(
+            rollout_id, uuid4().hex, dialect, items, options, replaces, after=after, stored_input=stored_input
+        )
         exchange = Exchange(
             call=call,
             body=orjson.dumps(pinned.body),

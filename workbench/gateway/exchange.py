@@ -22,7 +22,7 @@ from workbench.errors import LedgerError
 from workbench.gateway.custody import Call, Custodian
 from workbench.gateway.metrics import Metrics
 from workbench.gateway.refusals import Refused, from_worker
-from workbench.gateway.sse import Frame, encode, frames
+from workbench.gateway.sse import Frame, frames
 from workbench.gateway.upstream import Upstream
 from workbench.wire import Cause
 
@@ -133,7 +133,7 @@ class Exchange:
         dialect, assembler = self.call.dialect, self.call.dialect.assembler()
         held: list[Frame] = []
         async for frame in frames(answer.aiter_raw()):
-            if isinstance(frame.event, dict) and "error" in frame.event:
+            if dialect.is_error(frame):
                 error = from_worker(500, orjson.dumps(frame.event))
                 raise await self._broken(Refused(502, error.message, "worker_error"))
             assembler.feed(frame)
@@ -169,7 +169,8 @@ class Exchange:
     def _refuse(self, refused: Refused) -> None:
         if not self._head.done():
             self.metrics.refused.labels(refused.code).inc()
-            self._head.set_result(Head(refused.status, "application/json", refused.body()))
+            body = orjson.dumps(self.call.dialect.refusal(refused))
+            self._head.set_result(Head(refused.status, "application/json", body))
         elif self._head.result().body is None and refused.code != "gateway_error":
             # The status line is gone; a stream says in its last frame that it did not end well.
-            self._frames.put_nowait(encode(orjson.loads(refused.body())))
+            self._frames.put_nowait(self.call.dialect.error_frame(refused))

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import orjson
 
 from workbench.wire import CallRecord, assistant_fingerprint, conversation_digest
+from workbench.wire.fingerprints import is_model_authored
 
 Items = Sequence[Mapping[str, Any]]
 
@@ -84,21 +85,33 @@ class RolloutIndex:
         self.by_fingerprint.clear()
 
 
-def resolve(index: RolloutIndex, request_items: Items, prompt_options: str | None = None) -> Resolution:
+def resolve(
+    index: RolloutIndex,
+    request_items: Items,
+    prompt_options: str | None = None,
+    *,
+    after_response_id: str | None = None,
+) -> Resolution:
     """Find the one recorded call that `request_items` continue.
 
     `prompt_options` is `options_digest` of whatever else shaped the prompt; a candidate must have had the same.
+    `after_response_id` is the response that the request itself says it continues: no other call is a candidate, and
+    the outcome is never a root.
     Raises `FingerprintError` for items that have no fingerprint.
     """
     fingerprint = assistant_fingerprint(request_items)
     if not fingerprint:
-        return Resolution("root")
+        return Resolution("root" if after_response_id is None else "unresolved")
     digests: dict[int, str] = {}
     sequences: dict[str, CustodyRow] = {}
     for row in index.by_fingerprint.get(fingerprint, ()):
         length = row.context_len
         # A request as long as the call's own does not contain its answer: it repeats the call, it doesn't continue it.
         if length >= len(request_items) or row.prompt_options != prompt_options:
+            continue
+        if after_response_id not in (None, row.record.response_id):
+            continue
+        if not _one_turn(request_items[length:]):
             continue
         if length not in digests:
             digests[length] = conversation_digest(request_items[:length])
@@ -119,6 +132,22 @@ def resolve(index: RolloutIndex, request_items: Items, prompt_options: str | Non
         staging_chain=row.staging_chain,
         chain_hash=row.record.chain_hash,
     )
+
+
+def _one_turn(items: Items) -> bool:
+    """Whether the model speaks once in `items`, at their beginning.
+
+    A turn without content leaves no trace in the assistant fingerprint, so a request with one more of them would match
+    the call before it; and the prompt continues after the *last* turn.
+    """
+    at_beginning = True
+    for item in items:
+        if is_model_authored(item):
+            if not at_beginning:
+                return False
+        elif item.get("type") != "reasoning":
+            at_beginning = False
+    return True
 
 
 def options_digest(options: Mapping[str, Any] | None) -> str | None:
