@@ -241,6 +241,12 @@ class Recipe(Section):
                 f"rollouts.stall_timeout_s: expected at least train.sync_timeout_s ({self.train.sync_timeout_s:g}), "
                 f"so that a slow sync is not taken for a stall; got {self.rollouts.stall_timeout_s:g}"
             )
+        for key, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            if getattr(self.sampling, key) != neutral:
+                raise ValueError(
+                    f"sampling.{key}: expected {neutral:g}, because the trainer scores all tokens, not the sampler's "
+                    f"truncated set, so that every ratio would be off; got {getattr(self.sampling, key):g}"
+                )
         if self.sampling.max_tokens >= self.model.max_model_len:
             raise ValueError(
                 f"sampling.max_tokens: expected less than model.max_model_len ({self.model.max_model_len}), "

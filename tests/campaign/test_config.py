@@ -159,6 +159,12 @@ def test_a_scripted_engine_needs_its_script():
     assert refusal("cpu_smoke", "engine.kind=scripted").startswith("engine.script_path: expected a JSONL file")
 
 
+@pytest.mark.parametrize(("key", "value"), [("top_p", "0.9"), ("top_k", "20"), ("min_p", "0.05")])
+def test_sampling_from_a_truncated_set_is_refused_because_the_trainer_cannot_score_it(key, value):
+    with pytest.raises(RecipeError, match=rf"sampling\.{key}: expected .* got {value}"):
+        load_recipe("cpu_smoke", [f"sampling.{key}={value}"])
+
+
 def test_a_joined_cluster_brings_its_own_cpus():
     assert load_recipe("cpu_smoke", ["ray.address=auto", "ray.num_cpus=1"]).ray.num_cpus == 1
 

@@ -22,6 +22,10 @@ def frames(*events: dict[str, Any]) -> list[Frame]:
     return [parse(encode(event, event["type"])) for event in events]
 
 
+def tool_use(call_id: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call_id, "name": "f", "input": arguments}
+
+
 def test_messages_events_become_the_message() -> None:
     start = {"id": "m1", "type": "message", "role": "assistant", "content": [], "model": "policy", "usage": {"a": 1}}
     came = frames(
@@ -35,24 +39,12 @@ def test_messages_events_become_the_message() -> None:
         {"type": "content_block_start", "index": 1, "content_block": {"type": "text", "text": ""}},
         {"type": "content_block_delta", "index": 1, "delta": {"type": "text_delta", "text": "né"}},
         {"type": "content_block_stop", "index": 1},
-        *(
-            event
-            for index in (2, 3)
-            for event in (
-                {
-                    "type": "content_block_start",
-                    "index": index,
-                    "content_block": {"type": "tool_use", "id": f"t{index}", "name": "f", "input": {}},
-                },
-                {
-                    "type": "content_block_delta",
-                    "index": index,
-                    "delta": {"type": "input_json_delta", "partial_json": part},
-                }
-                if (part := '{"a":1}' if index == 2 else "")
-                else {"type": "ping"},
-            )
-        ),
+        {"type": "content_block_start", "index": 2, "content_block": tool_use("t2")},
+        {"type": "content_block_delta", "index": 2, "delta": {"type": "input_json_delta", "partial_json": '{"a"'}},
+        {"type": "content_block_delta", "index": 2, "delta": {"type": "input_json_delta", "partial_json": ":1}"}},
+        {"type": "content_block_stop", "index": 2},
+        {"type": "content_block_start", "index": 3, "content_block": tool_use("t3")},
+        {"type": "content_block_stop", "index": 3},
         {"type": "message_delta", "delta": {"stop_reason": "tool_use", "stop_sequence": None}, "usage": {"b": 2}},
         {"type": "message_stop"},
     )
@@ -62,8 +54,8 @@ def test_messages_events_become_the_message() -> None:
     content = [
         {"type": "thinking", "thinking": "hm", "signature": "s"},
         {"type": "text", "text": "né"},
-        {"type": "tool_use", "id": "t2", "name": "f", "input": {"a": 1}},
-        {"type": "tool_use", "id": "t3", "name": "f", "input": {}},
+        tool_use("t2", a=1),
+        tool_use("t3"),
     ]
     assert assembler.served() == {**start, "content": content, "usage": {"a": 1, "b": 2}, "stop_reason": "tool_use"}
     assert MESSAGES.response_items(assembler.served()) == [{"role": "assistant", "content": content}]

@@ -40,6 +40,8 @@ def commit(
     parent: CallRecord | None = None,
     chain: Sequence[str] = (),
     sequence: str | None = None,
+    admitted_at: float = 1.0,
+    fingerprint_version: int = FINGERPRINT_VERSION,
     **options: Any,
 ) -> CallRecord:
     """Record one call of 3 tokens; `sequence` names its token sequence (calls of the same one have equal hashes)."""
@@ -59,10 +61,10 @@ def commit(
         chain_hash=digest,
         cumulative_hash=digest,
         response_id=f"resp-{call_id}",
-        admitted_at=1.0,
+        admitted_at=admitted_at,
         output_fingerprint=assistant_fingerprint(response) or None,
         continuation_fingerprint=assistant_fingerprint([*request, *response]) or None,
-        fingerprint_version=FINGERPRINT_VERSION,
+        fingerprint_version=fingerprint_version,
     )
     row = RolloutCommit(rollout_id=rollout_id, record=record, staging_chain=[*chain, record.staging_key])
     store.record(row, request, response, **options)

@@ -80,6 +80,22 @@ def test_a_flipped_byte_in_a_row_is_seen(tmp_path: Path) -> None:
         store.manifest(R)
 
 
+def test_a_row_without_a_hash_is_a_failure_of_its_call(tmp_path: Path) -> None:
+    grown(LedgerStore(tmp_path), 3)
+    path = ledger_of(LedgerStore(tmp_path))
+    rows = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+    rows[0]["failure_reason"] = None  # an empty column, no failure
+    del rows[1]["cumulative_hash"]
+    rows[2]["chain_hash"] = ""
+    path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    manifest = LedgerStore(tmp_path).manifest(R)
+    assert [record.model_call_id for record in manifest.records] == ["c0"]
+    assert [(failure.model_call_id, failure.reason) for failure in manifest.failures] == [
+        ("c1", "ledger_row_missing_chain_hash"),
+        ("c2", "ledger_row_missing_chain_hash"),
+    ]
+
+
 def test_the_same_row_again_is_nothing_and_another_is_a_conflict(tmp_path: Path) -> None:
     store = LedgerStore(tmp_path)
     grown(store, 1)
@@ -146,7 +162,45 @@ def test_a_request_that_repeats_a_call_does_not_continue_it(tmp_path: Path) -> N
     ask = [user("hello"), model("yes"), user("more")]
     # A child with nothing but an end-of-turn token has its parent's fingerprint.
     commit(store, R, "c1", ask, [model("")], parent=root, chain=[f"{R}/c0"])
-    assert store.resolve(R, ask).parent == "c0"
+    admitted = store.admit(R, ask, "c2").admission
+    assert admitted is not None and admitted.parent_call_id == "c0"
+    # By the contract alone both calls match, and nobody says which.
+    raw = store.resolve(R, ask)
+    assert (raw.status, raw.candidates) == ("unresolved", ("c0", "c1"))
+
+
+def test_a_silent_call_is_resolved_to_itself_by_the_contract_alone(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    seeded = [user("hello"), model("from elsewhere"), user("go on")]
+    commit(store, R, "c0", seeded, [{"type": "reasoning", "summary": []}])
+    assert store.resolve(R, seeded).parent == "c0"
+    assert store.admit(R, seeded, "c1").admission is None
+
+
+def test_rows_are_spelled_as_other_writers_spell_them(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    store.record_failure(R, "é", "ünresolved 😀")
+    expected = r'{"failure_reason":"\u00fcnresolved \ud83d\ude00","model_call_id":"\u00e9"}' + "\n"
+    assert ledger_of(store).read_bytes() == expected.encode()
+    assert LedgerStore(tmp_path).manifest(R).failures[0].reason == "ünresolved 😀"
+    record = commit(store, R, "c0", [user("q")], [model("A")], admitted_at=1e-05)
+    assert b'"admitted_at":1e-05,' in ledger_of(store).read_bytes().splitlines()[1]
+    assert LedgerStore(tmp_path).manifest(R).records == [record]
+
+
+def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    with pytest.raises(ValueError, match="surrogate"):
+        store.record_failure(R, "c0", "half a pair \ud83d")
+    assert ledger_of(store).read_bytes() == b""
+    store.record_failure(R, "c0", Cause.WORKER_CAPTURE_FAILED)
+    assert [failure.model_call_id for failure in LedgerStore(tmp_path).manifest(R).failures] == ["c0"]
+
+
+def test_fingerprints_of_another_version_match_nothing(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    commit(store, R, "c0", [user("q")], [model("A")], fingerprint_version=1)
+    assert store.resolve(R, [user("q"), model("A"), user("more")]).status == "unresolved"
 
 
 def test_template_arguments_are_part_of_the_context(tmp_path: Path) -> None:
@@ -214,3 +268,30 @@ def test_processes_that_share_a_directory_lose_no_row(tmp_path: Path) -> None:
     rows = [orjson.loads(line)["model_call_id"] for line in lines]
     assert sorted(rows) == sorted(f"w{who}-{number}" for who in range(3) for number in range(40))
     assert [r for r in rows if r.startswith("w1")] == [f"w1-{number}" for number in range(40)]
+
+
+def test_a_turn_without_content_is_not_passed_over(tmp_path: Path) -> None:
+    """The second call said nothing and is not in custody: its continuation must not be taken for the first call's."""
+    store = LedgerStore(tmp_path)
+    asked, said = [user("a")], [model("b")]
+    commit(store, R, "c1", asked, said)
+    store.record_failure(R, "c2", Cause.WORKER_CAPTURE_FAILED)
+    after = [*asked, *said, user("c"), model(""), user("d")]
+    assert store.admit(R, after, "c3").resolution.status == "unresolved"
+    assert store.admit(R, [*asked, *said, model(""), user("d")], "c4").resolution.parent == "c1"
+
+
+def test_a_request_that_names_a_response_continues_its_call_or_none(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    asked, said = [user("a")], [model("b")]
+    for call_id in ("c1", "c2"):
+        commit(store, R, call_id, asked, said)
+    after = [*asked, *said, user("c")]
+    assert store.admit(R, after, "c3").resolution.status == "unresolved"
+    assert store.admit(R, after, "c4", after_response_id="resp-c2").resolution.parent == "c2"
+    assert store.admit(R, after, "c5", after_response_id="resp-c9").resolution.status == "unresolved"
+    assert store.admit(R, [user("x"), *said], "c6", after_response_id="resp-c2").resolution.status == "unresolved"
+    for rollout_id in (R, "run.0.1.0"):
+        for request in (asked, after):
+            named = store.admit(rollout_id, request, f"{len(request)}", after_response_id="resp-c9")
+            assert named.admission is None, "never a root, not even in a rollout without calls"

@@ -285,3 +285,31 @@ def test_the_place_of_a_bad_extra_is_named() -> None:
 
 def test_null_and_empty_extras_differ() -> None:
     assert extras_digest(None) != extras_digest({})
+
+
+@pytest.mark.parametrize("field", ["prev_len", "delta_len", "cum_len", "weight_version"])
+@pytest.mark.parametrize("value", [None, "1", 1.0, True, -1, 2**64])
+def test_a_length_that_is_no_unsigned_int_has_no_digest(field: str, value: Any) -> None:
+    digest = "0" * 64
+    fields: dict[str, Any] = {
+        "schema_version": 2,
+        "digest_version": 2,
+        "extras_digest_version": 1,
+        "rollout_id": "r",
+        "model_call_id": "c1",
+        "parent_call_id": "c0",
+        "mode": "token_in",
+        "prev_len": 1,
+        "delta_len": 1,
+        "cum_len": 2,
+        "weight_version": 1,
+        "token_ids_delta": [7],
+        "token_mask_delta": [1.0],
+        "generation_log_probs_delta": [-0.5],
+        "extras_digest": digest,
+        "chain_hash": digest,
+        "cumulative_hash": digest,
+    }
+    assert len(staged_call_digest(**fields)) == 64
+    with pytest.raises(WireError):
+        staged_call_digest(**fields | {field: value})

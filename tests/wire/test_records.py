@@ -269,7 +269,7 @@ def test_a_manifest_row_that_contradicts_itself_is_refused(change: dict[str, Any
         {"terminal_model_call_id": "c7"},
         {"failure_reason": "agent_failed"},
         {"capture_poisoned": True, "terminal_selection": None},
-        {"capture_poisoned": "yes"},
+        {"capture_poisoned": "perhaps"},
         {"manifest": []},
         {"extras_digest_version": 2},
         {"reward": float("nan")},
@@ -298,6 +298,14 @@ def test_a_poisoned_receipt_may_still_name_its_terminal() -> None:
     chain.call()
     receipt = chain.receipt("c0", capture_poisoned=True, failure_reason="worker_capture_failed")
     assert receipt.terminal_model_call_id == "c0"
+
+
+@pytest.mark.parametrize("written", [1, 1.0, "true", "yes"])
+def test_a_receipt_poisoned_in_another_spelling_is_poisoned(written: object) -> None:
+    chain = Chain("r")
+    chain.call()
+    data = chain.receipt("c0").model_dump(mode="json") | {"failure_reason": "worker_capture_failed"}
+    assert RolloutReceipt.model_validate(data | {"capture_poisoned": written}).capture_poisoned is True
 
 
 def test_a_failure_detail_is_left_out_where_there_is_none() -> None:

@@ -101,3 +101,9 @@ def test_route_spans_are_full_tail_or_sentinel(carry: int, generated: int, stage
         assert kind == "full"
     else:
         assert kind == ("tail" if 0 < generated <= staged else "sentinel")
+
+
+@pytest.mark.parametrize("lengths", [(-1, 1, 1), (1, -1, 1), (1, 1, -1), (True, 1, 1), (1, 1.0, 1)])
+def test_lengths_that_are_none_are_refused(lengths: tuple[int, int, int]) -> None:
+    with pytest.raises(WireError, match="ints >= 0"):
+        classify_route_span(*lengths)

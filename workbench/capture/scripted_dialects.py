@@ -144,7 +144,7 @@ class _Responses(_Answer):
         text, calls = self.said()
         items: list[Body] = []
         if text:
-            part = {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
+            part: Body = {"type": "output_text", "text": text, "annotations": [], "logprobs": None}
             items.append(
                 {
                     "id": self._message_id,
@@ -269,8 +269,8 @@ class _Messages(_Answer):
                 yield self._start(index, {"type": "text", "text": ""})
                 yield self._delta(index, {"type": "text_delta", "text": block["text"]})
             yield _frame({"type": "content_block_stop", "index": index})
-        delta = {"stop_reason": self._stop_reason(blocks or [{"type": "text"}]), "stop_sequence": None}
-        yield _frame({"type": "message_delta", "delta": delta, "usage": self.usage})
+        ended = {"stop_reason": self._stop_reason(blocks or [{"type": "text"}]), "stop_sequence": None}
+        yield _frame({"type": "message_delta", "delta": ended, "usage": self.usage})
         yield _frame({"type": "message_stop"})
 
     def _start(self, index: int, block: Body) -> bytes:

@@ -39,16 +39,17 @@ def attribute_terminal(
     """Name the call that ends the trajectory, by witnesses.
 
     `response` is the scored object as it was served: a Responses object (`output`), a chat completion (`choices`) or
-    an Anthropic message (`content`). `declared_response_id` is the id that the harness declares as its last.
+    an Anthropic message (`content`); anything but an object counts as none. `declared_response_id` is the id that the
+    harness declares as its last; an empty one declares nothing.
     """
     witnesses: list[tuple[str, CallRecord]] = []
     remarks: list[str] = []
-    if declared_response_id is not None:
+    if declared_response_id:
         declared = _sequences(r for r in records if r.response_id == declared_response_id)
         if len(declared) != 1:
             return Attribution(None, "", DECLARED_FAILURES[1 if declared else 0])
         witnesses.append(("declared", declared[0]))
-    if response is None:
+    if not isinstance(response, Mapping):
         remarks.append("no_response_object")
     else:
         for name, candidates, remark in (
@@ -85,8 +86,8 @@ def scored_items(response: Mapping[str, Any]) -> list[Any]:
 
 
 def _by_response_id(records: Sequence[CallRecord], response: Mapping[str, Any]) -> tuple[list[CallRecord], str]:
-    response_id = response.get("id")
-    if not isinstance(response_id, str) or not response_id:
+    response_id = str(response.get("id") or "")
+    if not response_id:
         return [], "response_has_no_id"
     found = _sequences(record for record in records if record.response_id == response_id)
     if not found:
@@ -95,9 +96,11 @@ def _by_response_id(records: Sequence[CallRecord], response: Mapping[str, Any]) 
 
 
 def _by_content(records: Sequence[CallRecord], response: Mapping[str, Any]) -> tuple[list[CallRecord], str]:
-    items = scored_items(response)
-    if not items:
+    served = scored_items(response)
+    if not served:
         return [], "response_has_no_output"
+    # What is no object was authored by nobody; it does not make the rest of the response unreadable.
+    items = [item for item in served if isinstance(item, dict)]
     try:
         whole = assistant_fingerprint(items)
         run = _last_authored_run(items)
@@ -121,18 +124,12 @@ def _by_content(records: Sequence[CallRecord], response: Mapping[str, Any]) -> t
 
 
 def _last_authored_run(items: Sequence[Any]) -> list[Any]:
-    """The model's last turn, where other items stand before it; empty where the response ends in another item.
-
-    Reasoning belongs to the turn around it: fingerprints leave it out, so it does not break a run either.
-    """
+    """The last unbroken run of model-authored items, where others stand before it; empty where the response ends in
+    another item. Reasoning is another item, as it is to the fingerprints: it breaks a run."""
     start = len(items)
-    while start and _is_authored(items[start - 1]):
+    while start and is_model_authored(items[start - 1]):
         start -= 1
     return list(items[start:]) if start else []
-
-
-def _is_authored(item: Any) -> bool:
-    return isinstance(item, dict) and (is_model_authored(item) or item.get("type") == "reasoning")
 
 
 def _sequence(record: CallRecord) -> tuple[str, str, int]:

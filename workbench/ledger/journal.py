@@ -12,6 +12,7 @@ Not here: what a line means (rows), who may append (store).
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,6 +71,7 @@ class Journal:
 
             def append(row: dict[str, Any]) -> None:
                 line = encode_line(row)
+                orjson.loads(line)  # half a surrogate pair can be written but not read back; it must not get in
                 size = os.fstat(fd).st_size
                 if size != self._read_to:
                     os.ftruncate(fd, self._read_to)
@@ -150,8 +152,12 @@ def _read_from(fd: int, start: int, end: int) -> bytes:
 
 
 def encode_line(row: dict[str, Any]) -> bytes:
-    """One row as the ledger writes it: sorted keys, no spaces, one newline."""
-    return orjson.dumps(row, option=orjson.OPT_SORT_KEYS) + b"\n"
+    """One row as the ledger writes it: sorted keys, no spaces, one newline.
+
+    Files of two writers are compared byte for byte, so text and floats are spelled as the standard library spells them
+    (`\\u00e9`, `1e-05`), which orjson does not.
+    """
+    return json.dumps(row, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii") + b"\n"
 
 
 def sync_directory(directory: Path) -> None:

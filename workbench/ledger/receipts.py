@@ -51,7 +51,7 @@ def choose_terminal(
     if attribution.terminal is not None:
         return Terminal(attribution.terminal, attribution.method, attribution.reason, None)
     cause = _attribution_cause(attribution.reason)
-    nobody_spoke = response is None and declared_response_id is None
+    nobody_spoke = response is None and not declared_response_id
     if not nobody_spoke and (cause is not Cause.MISSING_TERMINAL or on_no_witness == "mask"):
         return Terminal(None, None, attribution.reason, cause if records else Cause.NO_RECORDS)
     guess = select_terminal(records)

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import orjson
 
-from workbench.wire import CallRecord, assistant_fingerprint, conversation_digest
+from workbench.wire import FINGERPRINT_VERSION, CallRecord, assistant_fingerprint, conversation_digest
 from workbench.wire.fingerprints import is_model_authored
 
 Items = Sequence[Mapping[str, Any]]
@@ -34,7 +34,7 @@ class CustodyRow:
     context_digest: str
     staging_chain: tuple[str, ...]
     prompt_options: str | None  # digest of the template arguments; None: it had none
-    row_digest: bytes  # SHA-256 of the row as written, to tell the same row from another
+    row_digest: bytes  # SHA-256 of the row's content, to tell the same row from another
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,9 @@ class RolloutIndex:
             self.failures.setdefault(row.model_call_id, row)
         elif row.record.model_call_id not in self.custody:
             self.custody[row.record.model_call_id] = row
-            self.by_fingerprint[row.fingerprint].append(row)
+            # Fingerprints of another version were computed otherwise; an equal one would be chance. 0 is no version.
+            if row.record.fingerprint_version in (0, FINGERPRINT_VERSION):
+                self.by_fingerprint[row.fingerprint].append(row)
 
     def clear(self) -> None:
         self.custody.clear()
@@ -90,11 +92,15 @@ def resolve(
     request_items: Items,
     prompt_options: str | None = None,
     *,
+    repeats_continue: bool = True,
     after_response_id: str | None = None,
 ) -> Resolution:
     """Find the one recorded call that `request_items` continue.
 
     `prompt_options` is `options_digest` of whatever else shaped the prompt; a candidate must have had the same.
+    Where a call answered with nothing that has a fingerprint, a request equal to its own matches it too, and one that
+    has such an answer of a later call in it: candidates like any other by the contract, and none with
+    `repeats_continue=False`.
     `after_response_id` is the response that the request itself says it continues: no other call is a candidate, and
     the outcome is never a root.
     Raises `FingerprintError` for items that have no fingerprint.
@@ -103,23 +109,26 @@ def resolve(
     if not fingerprint:
         return Resolution("root" if after_response_id is None else "unresolved")
     digests: dict[int, str] = {}
-    sequences: dict[str, CustodyRow] = {}
+    sequences: dict[tuple[str, int], CustodyRow] = {}
     for row in index.by_fingerprint.get(fingerprint, ()):
         length = row.context_len
+        if length > len(request_items) or row.prompt_options != prompt_options:
+            continue
         # A request as long as the call's own does not contain its answer: it repeats the call, it doesn't continue it.
-        if length >= len(request_items) or row.prompt_options != prompt_options:
+        if length == len(request_items) and not repeats_continue:
             continue
         if after_response_id not in (None, row.record.response_id):
             continue
-        if not _one_turn(request_items[length:]):
+        if not (repeats_continue or _one_turn(request_items[length:])):
             continue
         if length not in digests:
             digests[length] = conversation_digest(request_items[:length])
         if digests[length] != row.context_digest:
             continue
-        known = sequences.get(row.record.cumulative_hash)
+        sequence = (row.record.cumulative_hash, row.record.cum_len)
+        known = sequences.get(sequence)
         if known is None or row.record.model_call_id < known.record.model_call_id:
-            sequences[row.record.cumulative_hash] = row
+            sequences[sequence] = row
     if len(sequences) != 1:
         return Resolution(
             "unresolved", candidates=tuple(sorted(row.record.model_call_id for row in sequences.values()))

@@ -15,10 +15,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import orjson
 from pydantic import ValidationError
 
 from workbench.errors import LedgerCorrupt
-from workbench.ledger.journal import encode_line
 from workbench.ledger.resolve import CustodyRow, FailureRow, Items
 from workbench.wire import (
     DIGEST_VERSION,
@@ -67,7 +67,8 @@ def failure_row(model_call_id: str, reason: Cause | str, detail: str | None = No
 
 
 def row_digest(row: dict[str, Any]) -> bytes:
-    return sha256(encode_line(row)).digest()
+    """Tells the same row from another. Every row is hashed when it is read, so not in the file's slower spelling."""
+    return sha256(orjson.dumps(row, option=orjson.OPT_SORT_KEYS)).digest()
 
 
 def parse_row(path: Path, number: int, row: Any) -> CustodyRow | FailureRow:
@@ -78,12 +79,13 @@ def parse_row(path: Path, number: int, row: Any) -> CustodyRow | FailureRow:
             "Next: keep the file, drop this rollout."
         )
     call_id = row["model_call_id"]
-    if "failure_reason" in row:
+    if row.get("failure_reason") is not None:
         return FailureRow(call_id, str(row["failure_reason"]), row.get("detail"))
     # Older writers left these empty; such a call cannot be verified, which is a failure of the call, not of the file.
     for column, reason in (
         ("response_id", Cause.LEDGER_ROW_MISSING_RESPONSE_ID),
         ("chain_hash", Cause.LEDGER_ROW_MISSING_CHAIN_HASH),
+        ("cumulative_hash", Cause.LEDGER_ROW_MISSING_CHAIN_HASH),
     ):
         if not row.get(column):
             return FailureRow(call_id, str(reason), None)

@@ -98,7 +98,7 @@ class LedgerStore:
     def resolve(
         self, rollout_id: str, request_items: Items, prompt_options: Mapping[str, Any] | None = None
     ) -> Resolution:
-        """The raw outcome for a request, without admitting anything."""
+        """The raw outcome for a request by the contract alone, without admitting anything."""
         rollout = self._rollout(rollout_id)
         with rollout.lock:
             rollout.journal.refresh()
@@ -139,6 +139,7 @@ class LedgerStore:
                     rollout.index,
                     request_items,
                     options_digest(prompt_options),
+                    repeats_continue=False,
                     after_response_id=after_response_id,
                 )
                 seeded = not rollout.index.in_order and after_response_id is None

@@ -153,6 +153,8 @@ def check_shape(
     call: str,
 ) -> None:
     """Raise WireError unless the call is a well-formed root (text, no parent, 0) or child (token_in, parent, > 0)."""
+    if not (type(prev_len) is type(delta_len) is type(cum_len) is int):
+        raise WireError(f"{call}: prev_len, delta_len and cum_len must be ints, got {(prev_len, delta_len, cum_len)}")
     if not rollout_id or not model_call_id or parent_call_id == "":
         raise WireError(f"{call}: rollout, call and parent ids must not be empty")
     if mode not in ("text", "token_in"):

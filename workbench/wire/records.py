@@ -25,7 +25,6 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
-    StrictBool,
     StrictFloat,
     StrictInt,
     StrictStr,
@@ -347,7 +346,7 @@ class RolloutReceipt(DigestedRecord):
     reward: float | None = None
     terminal_model_call_id: Identifier | None = None
     manifest: list[CallRecord] = Field(default_factory=list)
-    capture_poisoned: StrictBool = False
+    capture_poisoned: bool = False
     failure_reason: StrictStr | None = None
     terminal_selection: Selection | None = None
     terminal_attribution_reason: StrictStr | None = None

@@ -88,8 +88,14 @@ def decode_routes(payload: str | list[Any]) -> Routes:
 
 
 def classify_route_span(carry_len: int, generation_len: int, staged_route_len: int) -> str:
-    """How a call's staged routes cover its delta: `full`, `tail` (the generated tokens at least) or `sentinel`."""
-    if staged_route_len <= 0:
+    """How a call's staged routes cover its delta: `full`, `tail` (the generated tokens at least) or `sentinel`.
+
+    Raises WireError for a length that is no int >= 0.
+    """
+    lengths = (carry_len, generation_len, staged_route_len)
+    if any(type(length) is not int or length < 0 for length in lengths):
+        raise WireError(f"carry, generation and staged route lengths must be ints >= 0, got {lengths}")
+    if staged_route_len == 0:
         return "sentinel"
     if staged_route_len == carry_len + generation_len:
         return "full"

@@ -1,0 +1,64 @@
+"""Witnesses in shapes the corpora do not have; the expected reasons are those of the contract's implementation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from speech import commit, model, user
+
+from workbench.ledger import LedgerStore, attribute_terminal
+from workbench.wire import CallRecord
+
+R = "run.0.0.0"
+CALL = {"type": "function_call", "call_id": "t", "name": "f", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "t", "output": "7"}
+THOUGHT = {"type": "reasoning", "summary": []}
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> list[CallRecord]:
+    """c0 says A; its child c1 thinks between a tool call and B; a second root, c2, says C."""
+    store = LedgerStore(tmp_path)
+    c0 = commit(store, R, "c0", [user("q")], [model("A")])
+    ask = [user("q"), model("A"), user("more")]
+    c1 = commit(store, R, "c1", ask, [CALL, THOUGHT, model("B")], parent=c0, chain=[c0.staging_key])
+    c2 = commit(store, R, "c2", [user("other")], [model("C")])
+    return [c0, c1, c2.model_copy(update={"response_id": "5"})]
+
+
+@pytest.mark.parametrize(
+    ("response", "declared", "expected"),
+    [
+        ([{"id": "resp-c0"}], None, (None, "", "no_response_object")),
+        ("resp-c0", None, (None, "", "no_response_object")),
+        (None, "", (None, "", "no_response_object")),
+        ({"id": "resp-c0"}, "", ("c0", "response_id", "response_has_no_output")),
+        ({"id": 5}, None, ("c2", "response_id", "response_has_no_output")),
+        ({"id": 0}, None, (None, "", "response_has_no_id,response_has_no_output")),
+        ({"id": ["resp-c0"]}, None, (None, "", "response_id_no_match,response_has_no_output")),
+        ({"output": [3, "s", None]}, None, (None, "", "response_has_no_id,no_model_authored_output")),
+        ({"output": ["s", model("C"), 3]}, None, ("c2", "content", "response_has_no_id")),
+        ({"output": [CALL, THOUGHT, model("B")]}, None, ("c1", "content", "response_has_no_id")),
+        # Reasoning breaks the last run, so the run is B alone; without it the run is the whole answer of c1.
+        (
+            {"output": [model("X"), RESULT, CALL, THOUGHT, model("B")]},
+            None,
+            (None, "", "response_has_no_id,no_content_match"),
+        ),
+        ({"output": [model("X"), RESULT, CALL, model("B")]}, None, ("c1", "content", "response_has_no_id")),
+        ({"output": [model("X"), THOUGHT, model("C")]}, None, ("c2", "content", "response_has_no_id")),
+        ({"output": [user("x"), model("C"), THOUGHT]}, None, ("c2", "content", "response_has_no_id")),
+        (
+            {"output": [model("X"), RESULT, model("C"), THOUGHT]},
+            None,
+            (None, "", "response_has_no_id,no_content_match"),
+        ),
+    ],
+)
+def test_what_the_witnesses_say(
+    records: list[CallRecord], response: Any, declared: str | None, expected: tuple[str | None, str, str]
+) -> None:
+    found = attribute_terminal(records, response, declared)
+    assert (found.terminal, found.method, found.reason) == expected
