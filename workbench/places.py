@@ -8,10 +8,16 @@ they ride inside it under `share/`. Everything that opens one of them asks here.
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from workbench.errors import SetupError
 
+MARK = "WORKBENCH_RUN_MARK"
+"""Environment variable that every process of a run carries, so that all of them can be found."""
+
+# Ray's socket paths lie under its temporary directory and must stay below 107 bytes, so it is here whatever TMPDIR is.
+_RAY_PARENT = Path("/tmp")
 _PACKAGE = Path(__file__).resolve().parent
 
 
@@ -32,3 +38,17 @@ def shipped(kind: str) -> Path:
 def home() -> Path:
     """Where models are kept: `$WORKBENCH_HOME`, else `~/.cache/workbench`. May not exist yet."""
     return Path(os.environ.get("WORKBENCH_HOME") or Path.home() / ".cache" / "workbench").expanduser()
+
+
+def make_ray_directory() -> Path:
+    """A new temporary directory for Ray, with the run's mark in its name where there is one."""
+    return Path(tempfile.mkdtemp(prefix=_ray_prefix(os.environ.get(MARK, "")), dir=_RAY_PARENT))
+
+
+def ray_directories(mark: str) -> list[Path]:
+    """What the run of that mark has left of `make_ray_directory`, when it was killed."""
+    return sorted(_RAY_PARENT.glob(f"{_ray_prefix(mark)}*"))
+
+
+def _ray_prefix(mark: str) -> str:
+    return f"wb-ray-{mark[:8]}-"

@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 # The mark of a value that the final recipe must fill; OmegaConf's own.
 MISSING = "???"
+# What may name a recipe and a run: it becomes a directory and the first part of every rollout id.
+RUN_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,79}$"
 
 Dtype = Literal["bfloat16", "float32"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -209,7 +211,7 @@ class Reports(Section):
 class Recipe(Section):
     """One campaign, whole."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,79}$")] = MISSING
+    name: Annotated[str, Field(pattern=RUN_NAME)] = MISSING
     """Name of the campaign; runs are called after it. Up to 80 letters, digits, dots, dashes and underscores."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seeds tasks, agents and the engine. Runs still differ by the order in which calls are batched."""

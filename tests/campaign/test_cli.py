@@ -48,6 +48,7 @@ def test_help_imports_nothing_heavy_and_answers_at_once():
 
 def test_every_command_has_help_and_a_sentence():
     listed = workbench("--help").stdout
+    assert "..." not in listed.partition("Commands:")[2], "a first sentence is too long to be shown whole"
     for name, command in main.commands.items():
         assert name in listed
         assert command.help and command.help.strip()
@@ -64,6 +65,9 @@ def test_every_command_has_help_and_a_sentence():
         (("run", "cpu_smoke", "ray.num_cpus=4"), "ray.num_cpus 4, 6 actors; set ray.num_cpus=6"),
         (("run", "cpu_smoke", "token_capture.enabled=false"), "nothing to train on then; set it to true"),
         (("run", "cpu_smoke", "model.path=no_such_model"), "no 'no_such_model'"),
+        (("run", "cpu_smoke", "train.advantage.name=grp"), "train.advantage: No advantage estimator 'grp'; there are"),
+        (("recipe", "check", "cpu_smoke", "train.advantage.options.baseline=x"), "train.advantage: grpo: baseline is"),
+        (("run", "cpu_smoke", "--run", "../elsewhere"), "--run ../elsewhere: expected a name"),
         (("run", "no_such_recipe"), "No recipe file 'no_such_recipe'"),
         (("recipe", "check", "cpu_smoke", "environment.name=x"), "no environment 'x'"),
         (("recipe", "show", "cpu_smoke", "x"), "expected key=value"),

@@ -14,10 +14,11 @@ import orjson
 import psutil
 import pytest
 
+from workbench.campaign.kernel import OwnKernel
 from workbench.campaign.notebook_file import check_parameters, parameter_names
 from workbench.campaign.runner import new_run_dir
 from workbench.errors import RecipeError, SetupError
-from workbench.places import shipped
+from workbench.places import MARK, make_ray_directory, shipped
 
 CASE = Path(__file__).with_name("runner_case.py")
 
@@ -119,6 +120,18 @@ def test_a_failing_cell_is_a_failed_run_with_the_exit_code_of_its_error(tmp_path
 
 
 @pytest.mark.kernel
+def test_rays_directory_goes_with_its_run_however_that_ended(monkeypatch):
+    kernel, other = OwnKernel(), OwnKernel()
+    monkeypatch.setenv(MARK, kernel.mark)
+    mine = make_ray_directory()
+    monkeypatch.setenv(MARK, other.mark)
+    not_mine = make_ray_directory()
+    kernel.end()
+    assert not mine.exists() and not_mine.exists()
+    other.end()
+    assert not not_mine.exists()
+
+
 def test_a_killed_kernel_is_a_failed_run_in_seconds(tmp_path):
     case = Case(tmp_path / "run", START, WAIT, "print('never')")
     case.until("waiting")

@@ -70,6 +70,14 @@ def test_progress_writes_a_line_a_change_where_there_is_no_terminal(tmp_path):
     ]
 
 
+def test_a_count_down_is_one_line_where_there_is_no_terminal(tmp_path):
+    stream = io.StringIO()
+    line = ProgressLine(tmp_path, stream)
+    for left in (45, 44, 43):
+        line.tick("stopping on SIGINT", f"; killed in {left} s")
+    assert stream.getvalue() == "0:00  stopping on SIGINT; killed in 45 s\n"
+
+
 def test_a_recorded_run_is_small_verifies_and_names_no_path_of_this_machine(tmp_path, capsys):
     source = make_run(tmp_path / "stored", steps=3)
     target = record_demo(source, tmp_path / "demo")

@@ -63,6 +63,44 @@ def test_one_changed_token_of_a_call_is_found(run_dir):
     assert "cause is None, recomputed 'corrupt_digest'" in whats
 
 
+@pytest.mark.parametrize("part", ["calls/g00000.parquet", "rows/g00000.parquet", "train/step-1.parquet"])
+def test_a_flipped_bit_of_any_column_of_a_part_is_found_whatever_the_column_means(run_dir, part):
+    path = run_dir / part
+    whole = path.read_bytes()
+    group = pq.read_metadata(path).row_group(0)
+    for number in range(group.num_columns):
+        column = group.column(number)
+        first = column.dictionary_page_offset or column.data_page_offset
+        broken = bytearray(whole)
+        broken[first + column.total_compressed_size - 2] ^= 1
+        path.write_bytes(broken)
+        named = {d.file for d in verify_run(run_dir).differences}
+        assert part in named, column.path_in_schema
+
+
+def test_a_group_and_a_step_that_are_gone_altogether_are_named_from_the_logs(run_dir):
+    (run_dir / "train" / "step-1.parquet").unlink()
+    for part in ("calls/g00001.parquet", "rows/g00001.parquet", "receipts/g00001.jsonl"):
+        (run_dir / part).unlink()
+    named = {difference.file for difference in verify_run(run_dir).differences}
+    assert named == {"calls/g00001.parquet", "train/step-1.parquet"}
+
+
+def test_a_run_without_a_finished_group_is_not_said_to_hold(tmp_path):
+    (tmp_path / "steps.jsonl").touch()
+    report = verify_run(tmp_path)
+    assert report.ok and repr(report).endswith("no group was finished, nothing to hold")
+
+
+def test_a_part_whose_columns_are_of_another_type_is_named_and_no_exception(run_dir):
+    path = run_dir / "train" / "step-1.parquet"
+    table = pq.read_table(path)
+    index = table.column_names.index("rollout_id")
+    pq.write_table(table.set_column(index, "rollout_id", table["rollout_id"].cast("binary")), path)
+    (difference,) = verify_run(run_dir).differences
+    assert difference.file == "train/step-1.parquet" and "not a readable part" in difference.what
+
+
 def test_one_changed_token_of_a_side_branch_is_found(run_dir):
     def change(rows):
         row = next(r for r in rows if r["rollout_id"] == "stored.0.2.0" and r["on_chain"] is False)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from workbench import __version__
-from workbench.errors import SetupError, WorkbenchError
+from workbench.errors import RecipeError, SetupError, TrainerError, WorkbenchError
 
 if TYPE_CHECKING:
     from workbench.config import Recipe
@@ -54,9 +54,15 @@ def checked_recipe(name: str, overrides: tuple[str, ...]) -> Recipe:
     """The recipe, checked as far as that goes without starting anything."""
     from workbench.campaign.environments import make_environment
     from workbench.config import load_recipe
+    from workbench.train.estimators import estimator
 
     recipe = load_recipe(name, overrides)
     make_environment(recipe)
+    advantage = recipe.train.advantage
+    try:
+        estimator(advantage.name, **advantage.options)
+    except TrainerError as error:
+        raise RecipeError(f"train.advantage: {error}") from error
     return recipe
 
 
@@ -69,9 +75,9 @@ def main() -> None:
 @main.command(epilog=RECIPE_HELP)
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--run", "run_name", help="Name of the run's directory; default: the recipe's name and the time.")
+@click.option("--run", "run_name", help="Name of the run's directory; default: the recipe's name and a number.")
 def run(recipe: str, overrides: tuple[str, ...], run_name: str | None) -> None:
-    """Run a campaign; leaves reports/RUN/ with the notebook and the records."""
+    """Run a campaign; leaves notebook and records in reports/RUN/."""
     from workbench.campaign.doctor import before_a_run
 
     for finding in before_a_run(checked_recipe(recipe, overrides)):
@@ -85,7 +91,7 @@ def run(recipe: str, overrides: tuple[str, ...], run_name: str | None) -> None:
 @main.command()
 @click.argument("run_dir", metavar="RUN")
 def report(run_dir: str) -> None:
-    """Execute the report notebook of a stored run again, from its records."""
+    """Execute the notebook of a stored run again, from its records."""
     from workbench.campaign import runner
 
     click.echo(runner.report(Path(run_dir)))
@@ -110,7 +116,10 @@ def inspect(run_dir: str, rollout: str | None) -> None:
 @main.command()
 @click.argument("run_dir", metavar="RUN")
 def verify(run_dir: str) -> None:
-    """Recompute every digest of a stored run; exit 1 when one does not hold."""
+    """Recompute every digest of a stored run.
+
+    Exit 1 when one does not hold.
+    """
     from workbench.campaign import verify_run
 
     result = verify_run.verify_run(Path(run_dir))
@@ -121,7 +130,10 @@ def verify(run_dir: str) -> None:
 @main.command()
 @click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=click.Path(exists=True, path_type=Path))
 def conformance(paths: tuple[Path, ...]) -> None:
-    """Run conformance corpora (JSONL files, or directories of them); exit 1 when a case fails."""
+    """Run conformance corpora: JSONL files, or directories of them.
+
+    Exit 1 when a case fails.
+    """
     from workbench.campaign import conformance as corpora
 
     sys.exit(corpora.main(list(paths)))
@@ -154,7 +166,10 @@ def recipe_check(name: str, overrides: tuple[str, ...]) -> None:
 @click.argument("recipe", default="cpu_smollm2")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 def doctor(recipe: str, overrides: tuple[str, ...]) -> None:
-    """Is this machine able to run a recipe, and what is missing? Exit 2 when something is."""
+    """Can this machine run a recipe, and what is missing?
+
+    Exit 2 when something is.
+    """
     from workbench.campaign.doctor import examine
     from workbench.config import load_recipe
 

@@ -114,6 +114,7 @@ class Campaign:
             request_timeout_s=recipe.gateway.request_timeout_s,
             seed=recipe.seed,
         )
+        failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as pumps:
                 lag = pumps.create_task(self._measure_loop_lag())
@@ -124,9 +125,13 @@ class Campaign:
                 for task in (lag, watchdog):
                     task.cancel()
         except BaseExceptionGroup as group:
-            raise _first_cause(group) from None
+            failure = _first_cause(group)
         finally:
             await self._player.close()
+        if failure is not None:
+            # Not in the handler: the group would be its context, and IPython prints such an error without reporting it,
+            # so that the runner would see a failed cell and no reason.
+            raise failure
         lag_p99 = float(np.quantile(self._loop_lag_s, 0.99)) if self._loop_lag_s else None
         self.writer.event(
             "finished",

@@ -93,7 +93,8 @@ def model(recipe: Recipe) -> Finding:
     try:
         return Finding("model", str(models.resolve(recipe.model.path)))
     except ModelMissing as missing:
-        return Finding("model", f"no {recipe.model.path!r}", str(missing))
+        # Its first half says again that there is none.
+        return Finding("model", f"no {recipe.model.path!r}", "expected" + str(missing).partition(": expected")[2])
 
 
 def port(key: str, host: str, number: int) -> Finding:

@@ -15,7 +15,6 @@ import logging
 import os
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -28,12 +27,15 @@ from workbench.errors import ComponentDied, DeadlineExceeded, SetupError, Workbe
 from workbench.gateway.client import ControlClient
 from workbench.gateway.process import GatewayProcess
 from workbench.models import resolve as resolve_model
+from workbench.places import make_ray_directory
 
 T = TypeVar("T")
 
 CONTROL_TOKEN = "WORKBENCH_CONTROL_TOKEN"
 WORKER_TOKEN = "WORKBENCH_WORKER_TOKEN"
 STOP_TIMEOUT_S = 20.0
+# Its actors import torch, which takes minutes on a busy machine that reads the packages for the first time.
+DATA_PLANE_START_S = 240.0
 WORKER_CONCURRENCY = 64
 
 
@@ -127,8 +129,7 @@ class Fleet:
         recipe, plane = self.recipe, self.recipe.data_plane
         if ray.is_initialized():
             raise SetupError("Ray is already running in this process. Next: ray.shutdown(), or start a new kernel.")
-        # Socket paths under Ray's temporary directory must stay below 107 bytes, whatever TMPDIR is here.
-        temp_dir = tempfile.mkdtemp(prefix="wb-ray-", dir="/tmp")
+        temp_dir = str(make_ray_directory())
 
         def init() -> None:
             logging.getLogger("ray").setLevel(logging.ERROR)
@@ -173,9 +174,9 @@ class Fleet:
                 storage_units=plane.storage_units,
                 send_recv_timeout_s=plane.send_recv_timeout_s,
                 max_attempts=plane.max_attempts,
-                start_timeout_s=90.0,
+                start_timeout_s=DATA_PLANE_START_S,
             ),
-            100.0,
+            DATA_PLANE_START_S + 10.0,
             "TransferQueue",
             "starting",
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -23,8 +24,9 @@ from jupyter_client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 
+from workbench.places import MARK, ray_directories
+
 KERNEL_NAME = "workbench-run"
-MARK = "WORKBENCH_RUN_MARK"
 
 
 class OwnKernel:
@@ -110,4 +112,6 @@ class OwnKernel:
             time.sleep(0.05)
             alive = self.processes()
         self._specs.cleanup()
+        for left in ray_directories(self.mark):
+            shutil.rmtree(left, ignore_errors=True)
         return len(ended)

@@ -26,11 +26,14 @@ class ProgressLine:
         self._shown: tuple[Any, ...] | None = None
         self._width = 0
 
-    def tick(self, note: str | None = None) -> None:
-        """Look at the status and show it; `note` replaces it (the runner's own word, such as "stopping")."""
+    def tick(self, note: str | None = None, detail: str = "") -> None:
+        """Look at the status and show it; `note` replaces it (the runner's own word, such as "stopping").
+
+        `detail` is what moves all the time, such as a count-down: by itself it is no reason for a new line.
+        """
         status = self._read()
         key = (note, status.get("phase"), status.get("step"))
-        text = f"{_clock(time.monotonic() - self._began)}  {note or describe(status)}"
+        text = f"{_clock(time.monotonic() - self._began)}  {note or describe(status)}{detail}"
         if self._live:
             width = shutil.get_terminal_size().columns - 1
             self._stream.write("\r" + text[:width].ljust(self._width))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import signal
 import sys
@@ -35,7 +36,7 @@ from workbench.campaign.progress import ProgressLine
 from workbench.campaign.summary import Summary, summarise
 from workbench.errors import RunStoreError, SetupError
 from workbench.places import shipped
-from workbench.recipe_schema import Recipe
+from workbench.recipe_schema import RUN_NAME, Recipe
 from workbench.runs.writer import RunWriter, atomic_file
 
 #: How long a campaign may take to close its actors and its store after an interrupt before it is killed.
@@ -80,8 +81,12 @@ def run_recipe(recipe_name: str, overrides: Sequence[str] = (), run_name: str | 
     if result.summary is not None:
         print(result.summary.text())
     if result.exit_code:
-        what = f"{result.outcome.error_name}: {' '.join((result.outcome.error or '').split())}"
-        print(f"workbench: the run {result.outcome.status}: {what}; see {result.notebook}", file=sys.stderr)
+        what = " ".join((result.outcome.error or "").split())
+        if result.outcome.status == "killed":
+            how = f"was {what}"  # … stopped by SIGINT
+        else:
+            how = f"failed: {result.outcome.error_name}: {what}"
+        print(f"workbench: the run {how}; see {result.notebook}", file=sys.stderr)
     return result.exit_code
 
 
@@ -133,10 +138,12 @@ def run_notebook(
 def new_run_dir(reports: Path | str, name: str, *, named: bool = False) -> Path:
     """A directory name that is free: `name` itself where the user chose it, else `name-1`, `name-2`, …
 
-    Raises SetupError when a chosen name is taken.
+    Raises SetupError when a chosen name is taken, or is a path rather than a name.
     """
     reports = Path(reports)
     if named:
+        if not re.fullmatch(RUN_NAME, name):
+            raise SetupError(f"--run {name}: expected a name matching {RUN_NAME}; where runs lie is reports.dir")
         if (reports / name / "steps.jsonl").exists():
             raise SetupError(f"{reports / name} already holds a run. Next: choose another name, or move it away.")
         return reports / name
@@ -186,7 +193,8 @@ def _papermill(execution: _Execution, source: Path, target: Path, parameters: di
     """Body of the thread: runs the notebook to its end, or to what ends it."""
     import papermill
 
-    logging.getLogger("papermill").setLevel(logging.ERROR)
+    # A dead kernel is logged as an error, too; it is ours to say, once and in our words.
+    logging.getLogger("papermill").setLevel(logging.CRITICAL)
     try:
         papermill.execute_notebook(
             str(source),
@@ -208,7 +216,7 @@ def _papermill(execution: _Execution, source: Path, target: Path, parameters: di
 
 def _watch(execution: _Execution, progress: ProgressLine | None) -> None:
     """One look: show progress; pass a stop on to the kernel once, and lose patience after the grace."""
-    note = None
+    note, detail = None, ""
     if execution.stop_signal is not None:
         now = time.monotonic()
         if execution.interrupted_at is None:
@@ -216,11 +224,12 @@ def _watch(execution: _Execution, progress: ProgressLine | None) -> None:
             if not execution.kernel.interrupt():
                 execution.interrupted_at = now - STOP_GRACE_S
         left_s = STOP_GRACE_S - (now - execution.interrupted_at)
-        note = f"stopping on {signal.Signals(execution.stop_signal).name}; killed in {max(0.0, left_s):.0f} s"
+        note = f"stopping on {signal.Signals(execution.stop_signal).name}"
+        detail = f"; killed in {max(0.0, left_s):.0f} s unless it ends before"
         if left_s <= 0:
             execution.kernel.end(grace_s=0.5)
     if progress is not None:
-        progress.tick(note)
+        progress.tick(note, detail)
 
 
 @contextlib.contextmanager

@@ -69,7 +69,9 @@ class VerifyReport:
         return not self.differences
 
     def __repr__(self) -> str:
-        verdict = "every digest and row holds" if self.ok else f"{len(self.differences):,} DIFFERENCES"
+        many = "S" if len(self.differences) != 1 else ""
+        holds = "every digest and row holds" if self.groups else "no group was finished, nothing to hold"
+        verdict = holds if self.ok else f"{len(self.differences):,} DIFFERENCE{many}"
         return (
             f"Verified {self.run} · {self.groups:,} groups · {self.rollouts:,} rollouts ({self.rows_valid:,} valid) · "
             f"{self.calls:,} calls · {self.tokens:,} tokens · {verdict}"
@@ -88,10 +90,23 @@ def verify_run(run_dir: Path | str) -> VerifyReport:
 
     run = runs.open(run_dir)
     report = VerifyReport(run.name)
-    for name in sorted({path.stem for kind in ("calls", "rows") for path in (run.path / kind).glob("*.parquet")}):
+    stored = {path.stem for kind in ("calls", "rows") for path in (run.path / kind).glob("*.parquet")}
+    for name in sorted(stored | _recorded(run.path / "groups.jsonl", "group_id", report)):
         _Group(run.path, name, report).verify()
     _verify_training(run.path, report)
+    for step in sorted(_recorded(run.path / "steps.jsonl", "step", report)):
+        if not (run.path / "train" / f"step-{step}.parquet").exists():
+            report.differences.append(Difference(f"train/step-{step}.parquet", None, None, "this part is missing"))
     return report
+
+
+def _recorded(path: Path, key: str, report: VerifyReport) -> set[Any]:
+    """What a log says is there: a part that is gone altogether is named by nothing else."""
+    try:
+        return {row[key] for row in read_lines(path) if isinstance(row.get(key), str | int)}
+    except RunStoreError as error:
+        report.differences.append(Difference(path.name, None, None, str(error)))
+        return set()
 
 
 class _Group:

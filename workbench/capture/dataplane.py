@@ -289,7 +289,7 @@ def _call(function: Callable[[], None], timeout_s: float, what: str) -> None:
     thread.start()
     thread.join(timeout_s)
     if not outcome:
-        raise DeadlineExceeded(f"waited {timeout_s:g} s for {what}; see `ray status` for actors without resources")
+        raise DeadlineExceeded(f"waited {timeout_s:g} s for {what}: a busy machine, or too few logical CPUs")
     error = outcome[0]
     if isinstance(error, WorkbenchError) or (error is not None and not isinstance(error, Exception)):
         raise error

@@ -1,0 +1,44 @@
+"""The controller without its fleet: one failing pump ends the campaign with one plain error."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from workbench.campaign.controller import Campaign
+from workbench.config import load_recipe
+from workbench.errors import ComponentDied
+
+
+class _Failing(Campaign):
+    """Two pumps, of which one fails inside a task group of its own."""
+
+    def __init__(self) -> None:
+        self.recipe = load_recipe("cpu_smoke")
+        self.fleet = SimpleNamespace(timings_s={}, probe={}, gateway_url="http://127.0.0.1:1", control=None)
+        self.writer = SimpleNamespace(event=lambda kind, **fields: None)
+        self._environment = None
+
+    async def _measure_loop_lag(self) -> None:
+        await asyncio.sleep(60)
+
+    _watch_for_stalls = _train_pump = _measure_loop_lag
+
+    async def _rollout_pump(self) -> None:
+        async with asyncio.TaskGroup() as groups:
+            groups.create_task(self._die())
+
+    async def _die(self) -> None:
+        raise ComponentDied("the gateway is gone")
+
+
+async def test_a_failing_pump_is_one_error_that_a_notebook_can_show():
+    with pytest.raises(ComponentDied, match="the gateway is gone") as caught:
+        await _Failing().run()
+    # IPython prints an error with a group behind it as text, and the runner then sees no error at all.
+    error = caught.value.__context__
+    while error is not None:
+        assert not isinstance(error, BaseExceptionGroup)
+        error = error.__context__
