@@ -19,7 +19,7 @@ def ray_cluster(tmp_path_factory):
         log_to_driver=False,
         configure_logging=False,
         object_store_memory=128 * 1024 * 1024,
-        runtime_env={"env_vars": dataplane.environment(5.0, 1)},
+        runtime_env={"env_vars": dataplane.environment(5.0, 1), "py_executable": dataplane.interpreter()},
     )
     yield ray
     ray.shutdown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -144,3 +145,8 @@ async def test_a_dead_controller_is_a_typed_error_within_the_deadline(breakable,
     with pytest.raises(DeadlineExceeded, match="clear of key"):
         await source.clear(["run.0.0.0/c0"])
     assert time.monotonic() - began < 20
+
+
+def test_an_interpreter_in_a_path_with_a_space_survives_rays_shell(monkeypatch):
+    monkeypatch.setattr("sys.executable", "/home/a user/.venv/bin/python")
+    assert shlex.split(f"exec {dataplane.interpreter()} -u") == ["exec", "/home/a user/.venv/bin/python", "-u"]

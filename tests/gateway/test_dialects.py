@@ -325,3 +325,22 @@ async def test_a_changed_system_prompt_is_another_history(stack: Stack) -> None:
     manifest = await stack.control.manifest("same.system")
     assert await drift(stack, "same.system") == ["tools_changed"]
     assert [record.parent_call_id for record in manifest.records] == [None, manifest.records[0].model_call_id]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_repeated_request_gets_the_same_bytes_and_no_second_row(stack: Stack, stream: bool) -> None:
+    rollout_id = f"again.{stream:d}"
+    route = f"{stack.url}/ng-rollout/{rollout_id}/v1"
+    turns = [{"role": "user", "content": "go"}]
+    first = await stack.http.post(f"{route}/responses", json={"input": turns, "store": True})
+    asks = {
+        "responses": {"input": "more", "previous_response_id": first.json()["id"], "stream": stream},
+        "messages": {"model": "policy", "messages": turns, "max_tokens": 9, "stream": stream},
+    }
+    for path, ask in asks.items():
+        answers = [
+            await stack.http.post(f"{route}/{path}", json=ask, headers={"idempotency-key": path}) for _ in range(2)
+        ]
+        assert answers[0].status_code == 200
+        assert answers[0].content == answers[1].content
+    assert await parents(stack, rollout_id) == [None, 0, None]

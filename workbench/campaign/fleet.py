@@ -34,8 +34,6 @@ T = TypeVar("T")
 CONTROL_TOKEN = "WORKBENCH_CONTROL_TOKEN"
 WORKER_TOKEN = "WORKBENCH_WORKER_TOKEN"
 STOP_TIMEOUT_S = 20.0
-# Its actors import torch, which takes minutes on a busy machine that reads the packages for the first time.
-DATA_PLANE_START_S = 240.0
 WORKER_CONCURRENCY = 64
 
 
@@ -150,6 +148,7 @@ class Fleet:
             }
             if recipe.ray.address == "local":
                 options |= {"address": "local", "num_cpus": recipe.ray.num_cpus, "_temp_dir": temp_dir}
+                options["runtime_env"]["py_executable"] = dataplane.interpreter()
             else:
                 options |= {"address": recipe.ray.address}
             ray.init(**options)
@@ -174,9 +173,9 @@ class Fleet:
                 storage_units=plane.storage_units,
                 send_recv_timeout_s=plane.send_recv_timeout_s,
                 max_attempts=plane.max_attempts,
-                start_timeout_s=DATA_PLANE_START_S,
+                start_timeout_s=90.0,
             ),
-            DATA_PLANE_START_S + 10.0,
+            100.0,
             "TransferQueue",
             "starting",
         )

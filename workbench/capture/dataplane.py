@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import sys
 import threading
 import time
@@ -43,6 +44,14 @@ _connected = False
 _clears: set[asyncio.Task[None]] = set()
 
 T = TypeVar("T")
+
+
+def interpreter() -> str:
+    """`py_executable` for the `runtime_env` of a local Ray.
+
+    Ray gives the interpreter's path to a shell unquoted: with a space in it no actor would ever start.
+    """
+    return shlex.quote(sys.executable)
 
 
 def environment(send_recv_timeout_s: float = 20.0, max_attempts: int = 2) -> dict[str, str]:

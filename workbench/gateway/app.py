@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
-from uuid import uuid4
 
 import httpx
 import orjson
@@ -26,13 +26,16 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from workbench.errors import FingerprintError, LedgerCorrupt, RolloutFrozen, WireError
+from workbench.gateway.asked import Asked
 from workbench.gateway.control import ControlPlane, read_body
 from workbench.gateway.custody import Custodian
+from workbench.gateway.delivery import Streamed, whole
 from workbench.gateway.dialects import DIALECTS
 from workbench.gateway.exchange import Exchange
 from workbench.gateway.metrics import Metrics
-from workbench.gateway.pins import pin
+from workbench.gateway.pins import Pinned, pin
 from workbench.gateway.refusals import Refused
+from workbench.gateway.retries import Recording, Retries
 from workbench.gateway.settings import GatewaySettings
 from workbench.gateway.upstream import Upstream
 from workbench.ledger import LedgerStore
@@ -61,11 +64,12 @@ class Gateway:
             self.metrics,
             coords_timeout_s=self.settings.coords_timeout_s,
         )
+        self.retries = Retries(self.custodian, self.metrics, self._spawn, timeout_s=self.settings.request_timeout_s)
         self._live: set[asyncio.Task[None]] = set()
 
     def app(self) -> Starlette:
         tagged = "/ng-rollout/{rollout_id}"
-        control = ControlPlane(self.custodian, self.control_token, self.settings.max_body_bytes)
+        control = ControlPlane(self.custodian, self.control_token, self.settings.max_body_bytes, self.retries.bury)
         return Starlette(
             routes=[
                 Route("/health", self._health),
@@ -89,6 +93,7 @@ class Gateway:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
+        self.retries.close()
         await self.upstream.close()
         self.custodian.close()
 
@@ -136,32 +141,54 @@ class Gateway:
         if after is not None:
             history = await self.custodian.off_loop(self.custodian.histories.items, rollout_id, after)
             body = dialect.with_history(body, history)
-        items, options = dialect.request_items(body), dialect.prompt_options(body)
         pinned = pin(body, self.settings.sampling, dialect.max_tokens_field)
+        asked = Asked.of(
+            rollout_id,
+            dialect,
+            body,
+            request.headers,
+            request.headers.get(COMPACTION_HEADER),
+            after=after,
+            stored_input=stored_input,
+        )
+        served = await self.retries.serve(asked, partial(self._begin, asked, pinned))
+        head, delivered = await served.head(), partial(self.retries.delivered, rollout_id, served.call_id)
+        if head.body is None and isinstance(served, Exchange):
+            return Streamed(served.stream(), head, delivered)
+        return await whole(request, head, delivered)
+
+    async def _begin(self, asked: Asked, pinned: Pinned, call_id: str, recording: Recording) -> Exchange:
+        """Admit a new call."""
         for name in pinned.stripped:
             self.metrics.stripped.labels(name).inc()
-        for name in (*pinned.overridden, *dialect.adapt(pinned.body)):
+        for name in (*pinned.overridden, *asked.dialect.adapt(pinned.body)):
             self.metrics.overridden.labels(name).inc()
-        replaces = request.headers.get(COMPACTION_HEADER)
         call = await self.custodian.admit(
-            rollout_id, uuid4().hex, dialect, items, options, replaces, after=after, stored_input=stored_input
+            asked.rollout_id,
+            call_id,
+            asked.dialect,
+            asked.items,
+            asked.options,
+            asked.replaces,
+            after=asked.after,
+            stored_input=asked.stored_input,
         )
-        exchange = Exchange(
+        return Exchange(
             call=call,
             body=orjson.dumps(pinned.body),
-            streamed=bool(body.get("stream")),
+            streamed=bool(pinned.body.get("stream")),
             upstream=self.upstream,
             custodian=self.custodian,
+            recording=recording,
             metrics=self.metrics,
             timeout_s=self.settings.request_timeout_s,
         )
-        task = asyncio.create_task(exchange.run(), name=f"call {call.model_call_id}")
+
+    def _spawn(self, run: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = asyncio.create_task(run, name=name)
         self._live.add(task)
         task.add_done_callback(self._live.discard)
-        head = await exchange.head()
-        if head.body is None:
-            return StreamingResponse(exchange.stream(), head.status, media_type=head.media_type)
-        return Response(head.body, head.status, media_type=head.media_type)
+        return task
 
     async def _tagged_models(self, request: Request) -> Response:
         check_rollout_id(request.path_params["rollout_id"])

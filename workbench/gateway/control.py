@@ -28,16 +28,19 @@ PREFIX = "/training-token-capture/control/rollouts/{rollout_id}"
 _FREEZE_FIELDS = {"terminal_response_id", "response"}
 _SEAL_FIELDS = _FREEZE_FIELDS | {"reward", "failure_reason", "on_no_witness"}
 
+BeforeFreeze = Callable[[str], Awaitable[None]]
 Handler = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 class ControlPlane:
-    """The control routes of one gateway. `max_body_bytes` bounds a request's body."""
+    """The control routes of one gateway. `max_body_bytes` bounds a request's body; `before_freeze` is awaited with the
+    rollout id, so that calls that died with a gateway have their rows."""
 
-    def __init__(self, custodian: Custodian, token: str, max_body_bytes: int) -> None:
+    def __init__(self, custodian: Custodian, token: str, max_body_bytes: int, before_freeze: BeforeFreeze) -> None:
         self._custodian = custodian
         self._expected = b"Bearer " + token.encode()
         self._max_body_bytes = max_body_bytes
+        self._before_freeze = before_freeze
 
     def routes(self) -> list[Route]:
         return [
@@ -70,9 +73,13 @@ class ControlPlane:
     async def _manifest(self, rollout_id: str, given: dict[str, Any]) -> dict[str, Any]:
         return _as_json(await self._custodian.off_loop(self._custodian.store.manifest, rollout_id))
 
+    async def _close(self, rollout_id: str) -> RolloutManifest:
+        await self._before_freeze(rollout_id)
+        return await self._custodian.off_loop(self._custodian.store.freeze, rollout_id)
+
     async def _freeze(self, rollout_id: str, given: dict[str, Any]) -> dict[str, Any]:
         _check_witnesses(given)
-        manifest = await self._custodian.off_loop(self._custodian.store.freeze, rollout_id)
+        manifest = await self._close(rollout_id)
         attribution = await self._custodian.off_loop(
             attribute_terminal, manifest.records, given.get("response"), given.get("terminal_response_id")
         )
@@ -85,7 +92,7 @@ class ControlPlane:
             raise Refused(400, f"`reward` must be a number, got {reward!r}.", param="reward")
         if on_no_witness not in ("mask", "heuristic"):
             raise Refused(400, "`on_no_witness` must be 'mask' or 'heuristic'.", param="on_no_witness")
-        manifest = await self._custodian.off_loop(self._custodian.store.freeze, rollout_id)
+        manifest = await self._close(rollout_id)
         receipt = await self._custodian.off_loop(
             assemble_receipt,
             manifest,

@@ -10,6 +10,7 @@ content left is never called a request without a completion.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -20,48 +21,56 @@ import orjson
 
 from workbench.errors import LedgerError
 from workbench.gateway.custody import Call, Custodian
+from workbench.gateway.delivery import JSON, SSE, Head
 from workbench.gateway.metrics import Metrics
 from workbench.gateway.refusals import Refused, from_worker
+from workbench.gateway.retries import Recording
 from workbench.gateway.sse import Frame, frames
 from workbench.gateway.upstream import Upstream
 from workbench.wire import Cause
 
-_END = None
-
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Head:
-    """How the answer begins. `body` is the whole of it; None: it is a stream, read from the exchange."""
-
-    status: int
-    media_type: str
-    body: bytes | None
 
 
 @dataclass
 class Exchange:
-    """Runs one call; `head()` and then `stream()` give the agent's side of it."""
+    """Runs one call; `head()` and then `stream()` give the agent's side of it, to any number of its requests."""
 
     call: Call
     body: bytes
     streamed: bool
     upstream: Upstream
     custodian: Custodian
+    recording: Recording
     metrics: Metrics
     timeout_s: float
     _head: asyncio.Future[Head] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    _frames: asyncio.Queue[bytes | None] = field(default_factory=asyncio.Queue)
+    failed: bool = False
+    """There is no answer to keep: the agent was, or is about to be, told of an error."""
+    _frames: list[bytes] = field(default_factory=list)
+    _whole: bool = False
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
     _content_left: bool = False
+
+    @property
+    def call_id(self) -> str:
+        return self.call.model_call_id
 
     async def head(self) -> Head:
         # Shielded: the agent's request may be cancelled, the call goes on.
         return await asyncio.shield(self._head)
 
     async def stream(self) -> AsyncIterator[bytes]:
-        while (raw := await self._frames.get()) is not _END:
-            yield raw
+        """The frames from the first one on, as they come."""
+        given = 0
+        while True:
+            for raw in self._frames[given:]:
+                given += 1
+                yield raw
+            if given == len(self._frames):
+                if self._whole:
+                    return
+                await self._news.wait()
 
     async def run(self) -> None:
         """Never raises; whatever goes wrong is a row, a count and an answer to the agent."""
@@ -78,7 +87,7 @@ class Exchange:
             raise
         finally:
             self._refuse(Refused(500, "The call ended without an answer.", "gateway_error"))
-            self._frames.put_nowait(_END)
+            self._end()
             self.metrics.live.dec()
             self.metrics.duration_s.observe(time.monotonic() - began)
 
@@ -95,7 +104,12 @@ class Exchange:
             raise await self._broken(
                 Refused(502, f"The policy worker did not answer ({what}).", "worker_unreachable")
             ) from error
-        except (Refused, LedgerError, OSError):
+        except Refused:
+            raise
+        except (LedgerError, OSError):
+            # Perhaps it was the replay log and not the ledger; then the ledger can still say that this call is missing.
+            with contextlib.suppress(LedgerError, OSError):
+                await self._broken(Refused(500, "The ledger could not be written.", "ledger_error"))
             raise
         except Exception as error:
             # A fault of our own must not leave a call without a row: its rollout would look whole.
@@ -111,7 +125,7 @@ class Exchange:
         try:
             if answer.status_code != 200:
                 raise await self._broken(from_worker(answer.status_code, await answer.aread()))
-            if self.streamed and answer.headers.get("content-type", "").startswith("text/event-stream"):
+            if self.streamed and answer.headers.get("content-type", "").startswith(SSE):
                 await self._relay_stream(answer)
             else:
                 await self._relay_whole(answer)
@@ -126,34 +140,53 @@ class Exchange:
             raise await self._broken(
                 Refused(502, f"The policy worker's answer is no JSON ({error}).", "worker_error")
             ) from None
+        await self.recording.answered(self.call, JSON, body)
         await self._settle(served if isinstance(served, dict) else {})
-        self._head.set_result(Head(200, "application/json", body))
+        self._head.set_result(Head(200, JSON, body))
 
     async def _relay_stream(self, answer: httpx.Response) -> None:
         dialect, assembler = self.call.dialect, self.call.dialect.assembler()
         held: list[Frame] = []
+        came: list[bytes] = []
         async for frame in frames(answer.aiter_raw()):
             if dialect.is_error(frame):
                 error = from_worker(500, orjson.dumps(frame.event))
                 raise await self._broken(Refused(502, error.message, "worker_error"))
             assembler.feed(frame)
+            came.append(frame.raw)
             if held or dialect.is_final(frame):
                 held.append(frame)
             else:
+                if not self._content_left:
+                    await self.recording.content_left()
                 self._release(frame.raw)
         if not held:
             raise await self._broken(
                 Refused(502, "The policy worker's stream ended before its response did.", "worker_stream_cut")
             )
+        await self.recording.answered(self.call, SSE, b"".join(came))
         await self._settle(assembler.served())
         for frame in held:
             self._release(frame.raw)
+        self._end()
 
     def _release(self, raw: bytes) -> None:
         if not self._head.done():
-            self._head.set_result(Head(200, "text/event-stream", None))
+            self._head.set_result(Head(200, SSE, None))
         self._content_left = True
-        self._frames.put_nowait(raw)
+        self._add(raw)
+
+    def _add(self, raw: bytes) -> None:
+        self._frames.append(raw)
+        self._tell()
+
+    def _end(self) -> None:
+        self._whole = True
+        self._tell()
+
+    def _tell(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
 
     async def _settle(self, served: dict) -> None:
         await self.custodian.settle(self.call, served)
@@ -168,9 +201,12 @@ class Exchange:
 
     def _refuse(self, refused: Refused) -> None:
         if not self._head.done():
+            self.failed = True
             self.metrics.refused.labels(refused.code).inc()
             body = orjson.dumps(self.call.dialect.refusal(refused))
-            self._head.set_result(Head(refused.status, "application/json", body))
-        elif self._head.result().body is None and refused.code != "gateway_error":
+            self._head.set_result(Head(refused.status, JSON, body))
+        elif self._head.result().body is None and not self._whole:
+            self.failed = True
             # The status line is gone; a stream says in its last frame that it did not end well.
-            self._frames.put_nowait(self.call.dialect.error_frame(refused))
+            self._add(self.call.dialect.error_frame(refused))
+            self._end()

@@ -31,6 +31,12 @@ class Metrics:
             "workbench_stripped_fields", "Fields of agents that may not pass", ["field"], registry=registry
         )
         self.refused = Counter("workbench_refused", "Requests refused, by code", ["code"], registry=registry)
+        self.repeated = Counter(
+            "workbench_repeated_requests",
+            "Requests answered by a call that was there already",
+            ["how"],
+            registry=registry,
+        )
         self.live = Gauge("workbench_live_calls", "Tagged calls under way", registry=registry)
         self.duration_s = Histogram(
             "workbench_call_seconds", "From admission to release", registry=registry, buckets=_SECONDS

@@ -34,6 +34,15 @@ async def frames(chunks: AsyncIterator[bytes]) -> AsyncIterator[Frame]:
             yield parse(raw)
 
 
+def split(stream: bytes) -> list[Frame]:
+    """The frames of a whole stream."""
+    found = []
+    while (cut := _frame_end(stream)) is not None:
+        found.append(parse(stream[:cut]))
+        stream = stream[cut:]
+    return found
+
+
 def parse(raw: bytes) -> Frame:
     """One frame. Data that is no JSON counts as none."""
     data = b"\n".join(line[5:].removeprefix(b" ") for line in raw.splitlines() if line.startswith(b"data:"))

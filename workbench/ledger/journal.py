@@ -60,8 +60,11 @@ class Journal:
             self._read(fd)
 
     @contextmanager
-    def exclusive(self) -> Iterator[Callable[[dict[str, Any]], None]]:
-        """Hold the file alone, up to date, and get the function that appends one row durably."""
+    def exclusive(self) -> Iterator[Callable[..., None]]:
+        """Hold the file alone, up to date, and get the function that appends one row durably.
+
+        `append(row, durable=False)` leaves out the fsync: the line outlives this process, not the machine.
+        """
         created = not self.path.exists()
         with self._opened(os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX) as fd:
             if created:
@@ -69,7 +72,7 @@ class Journal:
                 self._sync_directory()
             self._read(fd)
 
-            def append(row: dict[str, Any]) -> None:
+            def append(row: dict[str, Any], *, durable: bool = True) -> None:
                 line = encode_line(row)
                 orjson.loads(line)  # half a surrogate pair can be written but not read back; it must not get in
                 size = os.fstat(fd).st_size
@@ -79,7 +82,8 @@ class Journal:
                 view = memoryview(line)
                 while view:
                     view = view[os.write(fd, view) :]
-                os.fsync(fd)
+                if durable:
+                    os.fsync(fd)
                 self._take(self._lines + 1, line)
                 self._seen = self._signature(os.fstat(fd))
 

@@ -1,0 +1,217 @@
+"""A request that comes again is one call: the same bytes, one row. With the real SDK and its own retries."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import orjson
+import pytest
+import pytest_asyncio
+from gate import ACKNOWLEDGEMENT, COMPLETION, FRAMES, Gate
+
+from conftest import CONTROL, Stack, gateway_over, listening, until
+from workbench.gateway.app import Gateway
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ASK = {"model": "policy", "messages": [{"role": "user", "content": "say something"}]}
+RETRY = {"x-stainless-retry-count": "1"}
+
+
+@dataclass
+class Gated:
+    """A gateway whose worker can be held, and what the tests ask it."""
+
+    url: str
+    gateway: Gateway
+    gate: Gate
+    http: httpx.AsyncClient
+
+    def route(self, rollout_id: str) -> str:
+        return f"{self.url}/ng-rollout/{rollout_id}/v1"
+
+    async def post(self, rollout_id: str, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
+        return await self.http.post(f"{self.route(rollout_id)}/chat/completions", json=ASK | body, headers=headers)
+
+    def rows(self, rollout_id: str) -> int:
+        return len(self.gateway.custodian.store.manifest(rollout_id).records)
+
+    def repeated(self, how: str) -> float:
+        return self.gateway.metrics.repeated.labels(how)._value.get()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def gated(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gated]:
+    gate = Gate(stack.worker.url)
+    ledger = tmp_path_factory.mktemp("ledger")
+    async with (
+        listening(gate.app) as worker_url,
+        gateway_over(worker_url, ledger) as (url, gateway),
+        httpx.AsyncClient(timeout=30.0) as http,
+    ):
+        yield Gated(url, gateway, gate, http)
+        gate.release()
+    await gate.http.aclose()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_sdk_that_times_out_and_retries_makes_one_row(gated: Gated, stream: bool) -> None:
+    rollout_id, joined = f"sdk.{stream}", gated.repeated("joined")
+    gated.gate.hold(COMPLETION)
+    async with openai.AsyncOpenAI(
+        base_url=gated.route(rollout_id), api_key="unused", max_retries=2, timeout=0.3
+    ) as agent:
+        asked = asyncio.create_task(agent.chat.completions.create(**ASK, stream=stream))  # type: ignore[call-overload]
+        await until(lambda: gated.repeated("joined") > joined, "the SDK's retry joins the call")
+        gated.gate.release()
+        answer = await asked
+        if stream:
+            text = "".join([chunk.choices[0].delta.content or "" async for chunk in answer if chunk.choices])
+        else:
+            text = answer.choices[0].message.content
+    assert text == "first"
+    assert gated.rows(rollout_id) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_that_nobody_took_is_served_to_the_retry(gated: Gated, stream: bool) -> None:
+    rollout_id, stored = f"gone.{stream}", gated.repeated("stored")
+    gated.gate.hold(COMPLETION)
+    async with openai.AsyncOpenAI(
+        base_url=gated.route(rollout_id), api_key="unused", max_retries=0, timeout=0.2
+    ) as agent:
+        with pytest.raises(openai.APITimeoutError):
+            await agent.chat.completions.create(**ASK, stream=stream)  # type: ignore[call-overload]
+        gated.gate.release()
+        await until(lambda: not gated.gateway._live, "the abandoned call is over")
+        assert gated.rows(rollout_id) == 1
+    answer = await gated.post(rollout_id, RETRY, stream=stream)
+    assert gated.repeated("stored") == stored + 1
+    # Now it is delivered: a retry of anything else with this body is another call.
+    await until(lambda: delivered(gated, rollout_id), "the delivery is noted")
+    another = await gated.post(rollout_id, RETRY, stream=stream)
+    assert another.content != answer.content
+    assert gated.rows(rollout_id) == 2
+
+
+def delivered(gated: Gated, rollout_id: str) -> bool:
+    path = gated.gateway.custodian.store.directory / f"{rollout_id}.replay.jsonl"
+    return b'"delivered"' in path.read_bytes()
+
+
+@pytest.mark.parametrize("header", ["Idempotency-Key", "x-request-id"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_same_key_gets_the_same_bytes_even_after_freeze(gated: Gated, stream: bool, header: str) -> None:
+    rollout_id = f"key.{stream}.{header}"
+    first = await gated.post(rollout_id, {header: "k"}, stream=stream)
+    again = await gated.post(rollout_id, {header: "k"}, stream=stream)
+    gated.gateway.custodian.store.freeze(rollout_id)
+    after = await gated.post(rollout_id, {header: "k"}, stream=stream)
+    assert first.content == again.content == after.content
+    assert {answer.headers["content-type"] for answer in (first, again, after)} == {first.headers["content-type"]}
+    assert (await gated.post(rollout_id, {header: "other"}, stream=stream)).status_code == 409
+    assert gated.rows(rollout_id) == 1
+
+
+async def test_the_same_key_with_another_body_is_refused(gated: Gated) -> None:
+    await gated.post("other.body", {"idempotency-key": "k"})
+    refused = await gated.post("other.body", {"idempotency-key": "k"}, max_tokens=3)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (422, "idempotency_key_reused")
+    spelt = await gated.http.post(
+        f"{gated.route('other.body')}/chat/completions",
+        content=orjson.dumps(dict(reversed(ASK.items())), option=orjson.OPT_INDENT_2),
+        headers={"idempotency-key": "k", "x-request-id": "plays no part"},
+    )
+    assert spelt.status_code == 200, "the same JSON in another spelling is the same body"
+    assert (await gated.post("another.rollout", {"idempotency-key": "k"}, max_tokens=3)).status_code == 200
+    assert (await gated.post("other.body", {"idempotency-key": "k" * 300})).status_code == 400
+    assert gated.rows("other.body") == 1
+
+
+async def test_a_running_stream_is_joined_from_its_start(gated: Gated) -> None:
+    gated.gate.hold(FRAMES)
+    url = f"{gated.route('join')}/chat/completions"
+    headers = {"x-request-id": "k"}
+    async with gated.http.stream("POST", url, json=ASK | {"stream": True}, headers=headers) as one:
+        first, second = one.aiter_raw(), b""
+        head = await anext(first)
+        async with gated.http.stream("POST", url, json=ASK | {"stream": True}, headers=headers) as other:
+            rest = other.aiter_raw()
+            while len(second) < len(head):
+                second += await anext(rest)
+            gated.gate.release()
+            whole = head + b"".join([part async for part in first])
+            assert second + b"".join([part async for part in rest]) == whole
+    assert whole.endswith(b"data: [DONE]\n\n")
+    assert (await gated.post("join", headers, stream=True)).content == whole
+    assert gated.rows("join") == 1
+
+
+async def test_two_equal_requests_are_two_calls(gated: Gated) -> None:
+    both = await asyncio.gather(*(gated.post("two", {"x-stainless-retry-count": "0"}) for _ in range(2)))
+    assert both[0].content != both[1].content
+    assert gated.rows("two") == 2
+
+
+async def test_a_retry_that_could_mean_two_calls_is_a_call_of_its_own(gated: Gated) -> None:
+    gated.gate.hold(COMPLETION)
+    reached = gated.gate.reached[COMPLETION]
+    tasks = [asyncio.create_task(gated.post("many")) for _ in range(2)]
+    await until(lambda: gated.gate.reached[COMPLETION] == reached + 2, "both are under way")
+    tasks.append(asyncio.create_task(gated.post("many", RETRY)))
+    await until(lambda: gated.gate.reached[COMPLETION] == reached + 3, "the third is, too")
+    gated.gate.release()
+    assert len({(await task).content for task in tasks}) == 3
+    assert gated.rows("many") == 3
+
+
+async def test_only_answers_are_kept(gated: Gated) -> None:
+    key = {"idempotency-key": "k"}
+    refused = await gated.post("refused", key, model="no such model")
+    assert refused.status_code == 404
+    assert (await gated.post("refused", key)).status_code == 200, "a key whose call failed is free again"
+    manifest = gated.gateway.custodian.store.manifest("refused")
+    assert (len(manifest.records), len(manifest.failures)) == (1, 1)
+
+
+async def test_an_unresolved_call_is_repeated_without_a_second_row(gated: Gated) -> None:
+    await gated.post("lost")
+    history = [*ASK["messages"], {"role": "assistant", "content": "never said"}, *ASK["messages"]]
+    first = await gated.post("lost", {"x-request-id": "k"}, messages=history)
+    again = await gated.post("lost", {"x-request-id": "k"}, messages=history)
+    assert first.content == again.content
+    assert len(gated.gateway.custodian.store.manifest("lost").failures) == 1
+
+
+async def test_another_gateway_waits_for_the_call_and_replays_it(gated: Gated) -> None:
+    key, ledger = {"idempotency-key": "k"}, gated.gateway.custodian.store.directory
+    async with gateway_over("http://127.0.0.1:9", ledger) as (url, _), httpx.AsyncClient(timeout=30.0) as http:
+        gated.gate.hold(ACKNOWLEDGEMENT)
+        reached = gated.gate.reached[ACKNOWLEDGEMENT]
+        one = asyncio.create_task(gated.post("elsewhere", key))
+        await until(lambda: gated.gate.reached[ACKNOWLEDGEMENT] > reached, "the call is under way")
+        other = asyncio.create_task(http.post(f"{url}/ng-rollout/elsewhere/v1/chat/completions", json=ASK, headers=key))
+        gated.gate.release()
+        assert (await one).content == (await other).content
+    assert gated.rows("elsewhere") == 1
+
+
+async def test_a_torn_last_record_is_dropped(gated: Gated, stack: Stack, tmp_path_factory: Any) -> None:
+    ledger = tmp_path_factory.mktemp("torn")
+    key, route = {"idempotency-key": "k"}, "/ng-rollout/torn/v1/chat/completions"
+    async with gateway_over(stack.worker.url, ledger) as (url, _):
+        first = await gated.http.post(url + route, json=ASK, headers=key)
+    path = ledger / "torn.replay.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"kind":"answer","call":"x","raw":"abc')
+    async with gateway_over(stack.worker.url, ledger) as (url, gateway):
+        again = await gated.http.post(url + route, json=ASK, headers=key)
+        fresh = await gated.http.post(url + route, json=ASK)
+        assert first.content == again.content != fresh.content
+        assert len(gateway.custodian.store.manifest("torn").records) == 2
+    assert CONTROL not in path.read_text()
+    assert all(orjson.loads(line) for line in path.read_bytes().splitlines())

@@ -1,0 +1,194 @@
+"""Replay log: what became of each call of a rollout, and the bytes that were served for it, beside the ledger.
+
+    begun ──▶ (content: the first byte leaves) ──▶ answer, fsynced ──▶ [ ledger row ] ──▶ delivered
+      └─────────────────────────────────────────▶ ended: no 2xx answer, so the next request is a call of its own
+One file a rollout, `<rollout>.replay.jsonl`, one line a step; all gateways of a ledger directory share it. Only answers
+are fsynced: the other lines must outlive a killed process, which the page cache does.
+Invariant: of all requests that are one call, in any process, exactly one begins it.
+Not here: who waits for a running call, what a lost call means for custody (retries).
+"""
+
+from __future__ import annotations
+
+import threading
+from base64 import b64decode, b64encode
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from workbench.errors import LedgerCorrupt
+from workbench.gateway.refusals import Refused
+from workbench.ledger.journal import Journal
+
+
+@dataclass
+class Known:
+    """One call as the log knows it. `lost`: its gateway is gone and left no outcome."""
+
+    call_id: str
+    gateway: str
+    key: str | None
+    body: str
+    state: Literal["running", "answered", "ended", "lost"] = "running"
+    content_left: bool = False
+    delivered: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A served 2xx response, byte for byte, and what its ledger row needs that the request does not say."""
+
+    media_type: str
+    raw: bytes
+    admission: dict[str, Any] | None
+    admitted_at: float
+    compaction_of: str | None = None
+
+
+class ReplayLog:
+    """The log of one rollout. Thread-safe; every method takes the file as other processes left it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.lock = threading.RLock()
+        self.unsettled: dict[str, Known] = {}
+        """Calls for which this process has not seen yet that they have their ledger row."""
+        self._journal = Journal(path, self._take, self._clear)
+        self._clear()
+
+    def claim(
+        self, call_id: str, gateway: str, key: str | None, body: str, retry: bool, alive: Callable[[Known], bool]
+    ) -> Known | None:
+        """The call that this request repeats, or None: it is a new one, and is begun under `call_id`.
+
+        `body` is the digest of all that makes two requests the same, `retry` whether the client says that it repeats
+        one. Raises `Refused` (422) for a key that came with another body before.
+        """
+        with self.lock, self._journal.exclusive() as append:
+            for other in list(self.unsettled.values()):
+                if other.state == "running" and (other.key == key if key else other.body == body) and not alive(other):
+                    append({"kind": "lost", "call": other.call_id}, durable=False)
+            known = None
+            if key is not None:
+                known = self._with_key(key, body)
+            elif retry:
+                known = self._undelivered(body)
+            if known is None:
+                line = {"kind": "begun", "call": call_id, "gateway": gateway, "body": body, "retry": retry}
+                append(line if key is None else line | {"key": key}, durable=False)
+            return known
+
+    def content_left(self, call_id: str) -> None:
+        self._note("content", call_id)
+
+    def answered(self, call_id: str, answer: Answer) -> None:
+        """Keep what will be served. Durable on return."""
+        fields = asdict(answer) | {"raw": b64encode(answer.raw).decode()}
+        with self.lock, self._journal.exclusive() as append:
+            append({"kind": "answer", "call": call_id, **fields})
+
+    def ended(self, call_id: str) -> None:
+        self._note("ended", call_id)
+
+    def delivered(self, call_id: str) -> None:
+        self._note("delivered", call_id)
+
+    def state(self, call_id: str) -> str:
+        with self.lock:
+            self._journal.refresh()
+            known = self._calls.get(call_id)
+            return known.state if known else "ended"
+
+    def refresh(self) -> None:
+        with self.lock:
+            self._journal.refresh()
+
+    def answer(self, call_id: str) -> Answer | None:
+        """Read a stored answer; replays are rare enough that the bytes are not kept in memory."""
+        mark = call_id.encode()
+        with self.path.open("rb") as lines:
+            for line in lines:
+                if mark in line and line.endswith(b"\n"):
+                    fields = orjson.loads(line)
+                    if fields.pop("kind") == "answer" and fields.pop("call") == call_id:
+                        return Answer(**fields | {"raw": b64decode(fields["raw"])})
+        return None
+
+    def lost(self, call_id: str) -> None:
+        """Its gateway is gone: nobody will answer it, and its next attempt is a call of its own."""
+        self._note("lost", call_id)
+
+    def _with_key(self, key: str, body: str) -> Known | None:
+        known = self._by_key.get(key)
+        if known is not None and known.body != body:
+            raise Refused(
+                422,
+                f"Key {key!r} was used before in this rollout with another body (call {known.call_id}). "
+                "Next: a new Idempotency-Key or x-request-id for a new request.",
+                "idempotency_key_reused",
+            )
+        return known
+
+    def _undelivered(self, body: str) -> Known | None:
+        if self._failed[body]:
+            # It repeats an attempt that failed; that another one with this body is under way says nothing.
+            return None
+        meant = [known for known in self._by_body[body] if known.state in ("running", "answered")]
+        meant = [known for known in meant if not known.delivered]
+        return meant[0] if len(meant) == 1 else None
+
+    def _note(self, kind: str, call_id: str) -> None:
+        with self.lock, self._journal.exclusive() as append:
+            append({"kind": kind, "call": call_id}, durable=False)
+
+    def _take(self, number: int, line: Any) -> None:
+        try:
+            self._apply(line["kind"], line["call"], line)
+        except (KeyError, TypeError):
+            raise LedgerCorrupt(
+                f"{self.path}, line {number}: expected a step of a call, got {str(line)[:60]!r}. "
+                "Next: keep the file, drop this rollout."
+            ) from None
+
+    def _apply(self, kind: str, call_id: str, line: dict[str, Any]) -> None:
+        if kind == "begun":
+            known = Known(call_id, line["gateway"], line.get("key"), line["body"])
+            self._calls[call_id] = self.unsettled[call_id] = known
+            self._by_body[known.body].append(known)
+            if known.key is not None:
+                self._by_key[known.key] = known
+            if (line["retry"] or known.key is not None) and self._failed[known.body]:
+                self._failed[known.body] -= 1
+        elif call_id in self._calls:
+            known = self._calls[call_id]
+            if kind == "content":
+                known.content_left = True
+            elif kind == "answer":
+                known.state = "answered"
+            elif kind == "delivered":
+                known.delivered = True
+                self.unsettled.pop(call_id, None)
+            elif kind == "ended":
+                self._release(known, "ended")
+                self.unsettled.pop(call_id, None)
+            elif kind == "lost":
+                self._release(known, "lost")
+
+    def _release(self, known: Known, state: Literal["ended", "lost"]) -> None:
+        if known.state in ("ended", "lost"):
+            return
+        known.state = state
+        self._failed[known.body] += 1
+        if known.key is not None and self._by_key.get(known.key) is known:
+            del self._by_key[known.key]
+
+    def _clear(self) -> None:
+        self._calls: dict[str, Known] = {}
+        self._by_key: dict[str, Known] = {}
+        self._by_body: defaultdict[str, list[Known]] = defaultdict(list)
+        self._failed: Counter[str] = Counter()
+        self.unsettled.clear()
