@@ -8,7 +8,6 @@ ARGS ?=
 EXTRAS ?= cpu,dev
 PYTEST_ARGS ?=
 
-# All paths are relative, so that a space in the checkout's own path does no harm.
 PY := .venv/bin/python
 # The first Python that runs and is new enough; a name in the path may be a shim that only prints an error.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \

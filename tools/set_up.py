@@ -38,7 +38,7 @@ def main():
     with only_one():
         if ready(wanted):
             return
-        need(machine.python_version(), machine.venv_module(), machine.compiler(), machine.memory())
+        need(machine.place(VENV), machine.python_version(), machine.venv_module(), machine.compiler(), machine.memory())
         need(machine.disk(machine.Path(ROOT), machine.INSTALL_GIB if not os.path.exists(PYTHON) else machine.RUN_GIB))
         install(extras)
         drop_broken_companions()

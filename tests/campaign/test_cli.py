@@ -150,6 +150,11 @@ def test_doctor_refuses_a_temporary_directory_too_long_for_sockets(tmp_path, mon
     assert temporary_directory().good
 
 
+def test_packages_in_a_path_with_a_space_are_refused_because_torch_cannot_link_there():
+    assert machine.place("/opt/venv").good
+    assert "move the checkout" in machine.place("/home/a person/.venv").cure
+
+
 def test_a_missing_compiler_or_header_names_the_debian_package(monkeypatch):
     assert machine.compiler().good
     monkeypatch.setattr("sysconfig.get_path", lambda name: "/nowhere")

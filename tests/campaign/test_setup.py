@@ -36,8 +36,8 @@ def make(*arguments: str, cwd: Path, **environment: str) -> subprocess.Completed
 
 @pytest.fixture
 def checkout(tmp_path):
-    """The files that set-up reads, in a path with spaces."""
-    place = tmp_path / "a path with spaces"
+    """The files that set-up reads."""
+    place = tmp_path / "checkout"
     for name in ("Makefile", "pyproject.toml", "tools", "workbench/__init__.py", "workbench/campaign"):
         target = place / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -90,6 +90,7 @@ def test_make_without_a_python_says_which_one_to_install(checkout):
 @pytest.mark.parametrize(
     ("broken", "expected"),
     [
+        ("set_up.VENV = '/home/a person/.venv'", "'/home/a person/.venv' has a space; torch cannot link there"),
         ("machine.memory_gib = lambda: 3.0", "set-up: memory: 3.0 GiB; needs 8 GB"),
         ("machine.INSTALL_GIB = 1e9", "needs 1000000000 GiB free there"),
         ("machine.importlib.util.find_spec = lambda name: None", "-venv"),

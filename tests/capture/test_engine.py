@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from capture.scripted_worker import TOKEN, Agent, close_clients, text_of
+from capture.speakers import SPEAKERS, through_gateway
 from capture.templates import QWEN
 
 from workbench import models
@@ -26,6 +27,8 @@ from workbench.capture.staging import MemorySink
 from workbench.capture.transport import WORKER_TOKEN_ENV, TaggedCall, current_call
 from workbench.capture.worker import PolicyServer, WorkerConfig
 from workbench.errors import WeightSyncError
+from workbench.finalizer.verify import verify_and_linearize
+from workbench.ledger import LedgerStore, assemble_receipt
 from workbench.wire import CaptureAdmission, StagedCall
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
@@ -213,6 +216,28 @@ async def test_other_dialects_are_captured_alike(worker: Worker) -> None:
         assert "token_ids" not in {key for key, value in _leaves(answer.json()) if value}
         agent.remember(admission, await agent.outcome(admission.model_call_id))
         await worker.check_chain(agent, admission.model_call_id)
+
+
+@pytest.mark.parametrize("dialect", ["responses", "messages"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_token_in_rate_after_roots_is_one_through_the_gateway(
+    worker: Worker, dialect: str, stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent with the API's own client, the gateway, vLLM's serving app: every later call runs its parent's ids."""
+    rollout_id = f"run.8.{dialect}.{stream:d}"
+    last = await through_gateway(worker.server.url, tmp_path, monkeypatch, SPEAKERS[dialect], rollout_id, stream)
+    manifest = LedgerStore(tmp_path).freeze(rollout_id)
+    assert manifest.failures == []
+    root, *others = manifest.records
+    assert root.mode == "text"
+    assert [(record.mode, record.parent_call_id) for record in others] == [
+        ("token_in", record.model_call_id) for record in manifest.records[:-1]
+    ]
+    receipt = assemble_receipt(manifest, rollout_id=rollout_id, reward=1.0, response=last)
+    rows = await worker.sink.fetch([record.staging_key for record in manifest.records])
+    row = verify_and_linearize(receipt, rows)
+    tail = others[-1].model_call_id
+    assert row.token_ids.tolist() == worker.tap.prompts[tail] + worker.tap.sampled[tail]
 
 
 def _leaves(value: Any) -> list[tuple[str, Any]]:

@@ -287,3 +287,30 @@ def test_processes_that_share_a_directory_lose_no_row(tmp_path: Path) -> None:
     rows = [orjson.loads(line)["model_call_id"] for line in lines]
     assert sorted(rows) == sorted(f"w{who}-{number}" for who in range(3) for number in range(40))
     assert [r for r in rows if r.startswith("w1")] == [f"w1-{number}" for number in range(40)]
+
+
+def test_a_turn_without_content_is_not_passed_over(tmp_path: Path) -> None:
+    """The second call said nothing and is not in custody: its continuation must not be taken for the first call's."""
+    store = LedgerStore(tmp_path)
+    asked, said = [user("a")], [model("b")]
+    commit(store, R, "c1", asked, said)
+    store.record_failure(R, "c2", Cause.WORKER_CAPTURE_FAILED)
+    after = [*asked, *said, user("c"), model(""), user("d")]
+    assert store.admit(R, after, "c3").resolution.status == "unresolved"
+    assert store.admit(R, [*asked, *said, model(""), user("d")], "c4").resolution.parent == "c1"
+
+
+def test_a_request_that_names_a_response_continues_its_call_or_none(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    asked, said = [user("a")], [model("b")]
+    for call_id in ("c1", "c2"):
+        commit(store, R, call_id, asked, said)
+    after = [*asked, *said, user("c")]
+    assert store.admit(R, after, "c3").resolution.status == "unresolved"
+    assert store.admit(R, after, "c4", after_response_id="resp-c2").resolution.parent == "c2"
+    assert store.admit(R, after, "c5", after_response_id="resp-c9").resolution.status == "unresolved"
+    assert store.admit(R, [user("x"), *said], "c6", after_response_id="resp-c2").resolution.status == "unresolved"
+    for rollout_id in (R, "run.0.1.0"):
+        for request in (asked, after):
+            named = store.admit(rollout_id, request, f"{len(request)}", after_response_id="resp-c9")
+            assert named.admission is None, "never a root, not even in a rollout without calls"

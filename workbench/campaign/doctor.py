@@ -46,6 +46,7 @@ def examine(recipe: Recipe | None = None) -> Iterator[Finding]:
 
 def before_a_run(recipe: Recipe) -> Iterator[Finding]:
     """What would end this recipe minutes after its start, found in milliseconds."""
+    yield machine.place(sys.prefix)
     yield capture(recipe)
     yield logical_cpus(recipe)
     yield port("gateway.port", recipe.gateway.host, recipe.gateway.port)

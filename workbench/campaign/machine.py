@@ -88,6 +88,13 @@ def processors() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def place(environment: str) -> Finding:
+    """Where the packages lie: torch hands their path to the linker unquoted when it compiles the engine's kernels."""
+    if any(character.isspace() for character in environment):
+        return Finding("place", f"{environment!r} has a space", "torch cannot link there; move the checkout elsewhere")
+    return Finding("place", environment)
+
+
 def compiler() -> Finding:
     """The C++ compiler and Python's headers: vLLM compiles small kernels at the first call, and dies without them."""
     package = f"python{sys.version_info[0]}.{sys.version_info[1]}-dev"

@@ -1,9 +1,9 @@
 """Scripted app: the chat-completions dialect in front of the scripted engine, streaming and not.
 
 Same routes and shapes as vLLM's serving app for what a campaign uses: `POST /v1/chat/completions`, `GET /v1/models`,
-`GET /health`. Text in the form `<tool_call>{"name": …, "arguments": {…}}</tool_call>` becomes a tool call when the
-request has tools. Token ids and log-probs never appear in a response.
-Not here: other dialects; those are tested on vLLM.
+`GET /health`; `begin` starts a generation for other dialects too. Text in the form
+`<tool_call>{"name": …, "arguments": {…}}</tool_call>` becomes a tool call when the request has tools. Token ids and
+log-probs never appear in a response. Not here: the other dialects (scripted_dialects).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ScriptedApp:
     def __init__(self, engine: Any, script: Script, served_model_name: str, max_model_len: int) -> None:
         self._engine = engine
         self._script = script
-        self._model = served_model_name
+        self.model = served_model_name
         self._max_model_len = max_model_len
         self.app = Starlette(
             routes=[
@@ -48,13 +48,33 @@ class ScriptedApp:
         return Response()
 
     async def _models(self, _: Request) -> Response:
-        card = {"id": self._model, "object": "model", "created": 0, "owned_by": "workbench"}
+        card = {"id": self.model, "object": "model", "created": 0, "owned_by": "workbench"}
         return JSONResponse({"object": "list", "data": [card | {"max_model_len": self._max_model_len}]})
 
     async def _chat(self, request: Request) -> Response:
         body = orjson.loads(await request.body())
-        if body.get("model") not in (None, self._model):
-            return _refuse(404, f"The model {body['model']!r} does not exist; this worker serves {self._model!r}.")
+        begun = await self.begin(request, body)
+        if isinstance(begun, Response):
+            return begun
+        outputs, prompt_tokens = begun
+        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
+        if body.get("stream"):
+            usage = bool((body.get("stream_options") or {}).get("include_usage"))
+            frames = self._frames(outputs, head, prompt_tokens, bool(body.get("tools")), usage)
+            return StreamingResponse(frames, media_type="text/event-stream")
+        whole = asyncio.create_task(self._whole(outputs, head, prompt_tokens, bool(body.get("tools"))))
+        left = asyncio.create_task(_disconnected(request))
+        await asyncio.wait([whole, left], return_when=asyncio.FIRST_COMPLETED)
+        left.cancel()
+        if whole.done():
+            return whole.result()
+        whole.cancel()
+        return Response(status_code=499)
+
+    async def begin(self, request: Request, body: dict[str, Any]) -> tuple[Any, int] | Response:
+        """Start the generation that a chat body asks for: its outputs and the prompt's length, or a refusal."""
+        if body.get("model") not in (None, self.model):
+            return _refuse(404, f"The model {body['model']!r} does not exist; this worker serves {self.model!r}.")
         messages = body["messages"]
         params = ChatParams({"tools": body.get("tools"), **(body.get("chat_template_kwargs") or {})})
         prompt_ids = await self._engine.renderer.prompt_ids(messages, params)
@@ -71,24 +91,12 @@ class ScriptedApp:
             outputs = self._engine.generate({"prompt_token_ids": prompt_ids}, sampling, f"chatcmpl-{uuid.uuid4().hex}")
         except CallRefused as error:
             return _refuse(400, str(error))
-        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self._model}
-        if body.get("stream"):
-            usage = bool((body.get("stream_options") or {}).get("include_usage"))
-            frames = self._frames(outputs, head, len(prompt_ids), bool(body.get("tools")), usage)
-            return StreamingResponse(frames, media_type="text/event-stream")
-        whole = asyncio.create_task(self._whole(outputs, head, len(prompt_ids), bool(body.get("tools"))))
-        left = asyncio.create_task(_disconnected(request))
-        await asyncio.wait([whole, left], return_when=asyncio.FIRST_COMPLETED)
-        left.cancel()
-        if whole.done():
-            return whole.result()
-        whole.cancel()
-        return Response(status_code=499)
+        return outputs, len(prompt_ids)
 
     def _sampling(self, body: dict[str, Any], line: Any, room: int) -> ScriptedParams:
         asked = body.get("max_completion_tokens") or body.get("max_tokens") or room
         stop = body.get("stop") or ()
-        settings = {name: body[name] for name in _SAMPLING_FIELDS if body.get(name) is not None}
+        settings = {name: body[name] for name in SAMPLING_FIELDS if body.get(name) is not None}
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         return ScriptedParams(line=line, max_tokens=min(asked, room), stop=stops, **settings)
 
@@ -102,7 +110,7 @@ class ScriptedApp:
                     finish, stop = part.finish_reason or finish, part.stop_reason
         except RuntimeError as error:
             return _refuse(500, str(error))
-        message, called = _message(text, tools)
+        message, called = message_of(text, tools)
         choice = {
             "index": 0,
             "message": message,
@@ -129,7 +137,7 @@ class ScriptedApp:
                     if part.text and not tools:
                         yield _frame(head, {"content": part.text})
                     continue
-                message, called = _message(text, tools)
+                message, called = message_of(text, tools)
                 calls = [call | {"index": i} for i, call in enumerate(message.get("tool_calls") or ())]
                 delta: dict[str, Any] = {"tool_calls": calls} if calls else {"content": text if tools else part.text}
                 if calls and message["content"]:
@@ -142,7 +150,7 @@ class ScriptedApp:
         yield b"data: [DONE]\n\n"
 
 
-_SAMPLING_FIELDS = (
+SAMPLING_FIELDS = (
     "temperature",
     "top_p",
     "top_k",
@@ -159,7 +167,7 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _message(text: str, tools: bool) -> tuple[dict[str, Any], bool]:
+def message_of(text: str, tools: bool) -> tuple[dict[str, Any], bool]:
     found = [orjson.loads(match) for match in _TOOL_CALL.findall(text)] if tools else []
     if not found:
         return {"role": "assistant", "content": text}, False

@@ -13,6 +13,7 @@ import math
 import os
 import uuid
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from workbench.errors import CaptureError, SetupError
@@ -98,6 +99,8 @@ async def build_app(engine_client: Any, arguments: Any) -> Any:
     tasks = await engine_client.get_supported_tasks()
     app = build_vllm_app(arguments, tasks, engine_client.model_config)
     await init_app_state(engine_client, app.state, arguments, tasks)
+    # When its engine is dead vLLM's error handler stops its own server, found here. Ours stays, to say what happened.
+    app.state.server = SimpleNamespace(should_exit=False)
     return app
 
 

@@ -153,13 +153,16 @@ class PolicyServer:
     def _start_scripted(self) -> Any:
         from workbench.capture.scripted import Script, ScriptedEngine
         from workbench.capture.scripted_app import ScriptedApp
+        from workbench.capture.scripted_dialects import ScriptedDialects
 
         if self.config.script_path is None:
             raise SetupError("The scripted engine needs a script: set engine.script_path.")
         self.engine = ScriptedEngine(self.tokenizer)
         client = self._wrap(self.engine, {self.tokenizer.eos_token_id})
         script = Script(self.config.script_path)
-        return ScriptedApp(client, script, self.config.served_model_name, self.config.max_model_len).app
+        chat = ScriptedApp(client, script, self.config.served_model_name, self.config.max_model_len)
+        chat.app.routes.extend(ScriptedDialects(chat).routes())
+        return chat.app
 
     def _wrap(self, engine: Any, stops: set[int]) -> Any:
         config = self.config

@@ -44,6 +44,7 @@ from workbench.wire import check_rollout_id
 
 OWN_HEADERS = "x-workbench-"
 COMPACTION_HEADER = "x-workbench-compaction"
+SAMPLES_NOTHING = ("/v1/messages/count_tokens",)
 STOP_GRACE_S = 3.0
 # No segment begins with a dot, and nothing in it means anything to a URL: what passes through stays below the worker's
 # /v1, and never reaches the routes that are for its gateway alone.
@@ -122,22 +123,38 @@ class Gateway:
                     502, f"The policy worker did not answer ({type(error).__name__}).", "worker_unreachable"
                 )
             self.metrics.refused.labels(answer.code).inc()
-            return answer.response()
+            dialect = DIALECTS.get(request.path_params.get("path", ""))
+            return answer.response(None if dialect is None else dialect.refusal(answer))
 
         return endpoint
 
     async def _tagged(self, request: Request) -> Response:
         rollout_id = check_rollout_id(request.path_params["rollout_id"])
-        dialect = DIALECTS.get(request.path_params["path"])
+        path = request.path_params["path"]
+        if path in SAMPLES_NOTHING:
+            return await self._pass("POST", path, await read_body(request, self.settings.max_body_bytes), "")
+        dialect = DIALECTS.get(path)
         if dialect is None:
             known = ", ".join(DIALECTS)
-            raise Refused(404, f"No captured route {request.path_params['path']}; there are: {known}.", "unknown_route")
+            raise Refused(404, f"No captured route {path}; there are: {known}.", "unknown_route")
         raw = await read_body(request, self.settings.max_body_bytes)
         if not self.settings.capture_enabled:
             return await self._pass("POST", dialect.path, raw, "")
         body = _json_object(raw)
+        after, stored_input = dialect.named_response(body), dialect.stored_input(body)
+        if after is not None:
+            history = await self.custodian.off_loop(self.custodian.histories.items, rollout_id, after)
+            body = dialect.with_history(body, history)
         pinned = pin(body, self.settings.sampling, dialect.max_tokens_field)
-        asked = Asked.of(rollout_id, dialect, body, request.headers, request.headers.get(COMPACTION_HEADER))
+        asked = Asked.of(
+            rollout_id,
+            dialect,
+            body,
+            request.headers,
+            request.headers.get(COMPACTION_HEADER),
+            after=after,
+            stored_input=stored_input,
+        )
         served = await self.retries.serve(asked, partial(self._begin, asked, pinned))
         head, delivered = await served.head(), partial(self.retries.delivered, rollout_id, served.call_id)
         if head.body is None and isinstance(served, Exchange):
@@ -148,10 +165,17 @@ class Gateway:
         """Admit a new call."""
         for name in pinned.stripped:
             self.metrics.stripped.labels(name).inc()
-        for name in pinned.overridden:
+        for name in (*pinned.overridden, *asked.dialect.adapt(pinned.body)):
             self.metrics.overridden.labels(name).inc()
         call = await self.custodian.admit(
-            asked.rollout_id, call_id, asked.dialect, asked.items, asked.options, asked.replaces
+            asked.rollout_id,
+            call_id,
+            asked.dialect,
+            asked.items,
+            asked.options,
+            asked.replaces,
+            after=asked.after,
+            stored_input=asked.stored_input,
         )
         return Exchange(
             call=call,

@@ -25,7 +25,8 @@ LONGEST_KEY = 256
 @dataclass(frozen=True)
 class Asked:
     """`key`: None where the client named none. `body`: digest of all that must be the same. `retry`: it says that it
-    comes again. `replaces`: the response whose history it declares to replace."""
+    comes again. `replaces`: the response whose history it declares to replace. `after`: the response that it names as
+    the one before it, and `stored_input` what it adds to that (None: nobody may name its own response)."""
 
     rollout_id: str
     dialect: Dialect
@@ -35,6 +36,8 @@ class Asked:
     key: str | None
     body: str
     retry: bool
+    after: str | None
+    stored_input: list[dict[str, Any]] | None
 
     @classmethod
     def of(
@@ -44,13 +47,16 @@ class Asked:
         body: Mapping[str, Any],
         headers: Mapping[str, str],
         replaces: str | None,
+        *,
+        after: str | None = None,
+        stored_input: list[dict[str, Any]] | None = None,
     ) -> Asked:
         """Raises `Refused` for a body that the dialect cannot read and for a key that is too long."""
         key = next((headers[name] for name in KEY_HEADERS if headers.get(name)), None)
         if key is not None and len(key) > LONGEST_KEY:
             raise Refused(400, f"A request's key has at most {LONGEST_KEY} characters, got {len(key)}.", "key_too_long")
         count = headers.get(RETRY_HEADER, "")
-        same = orjson.dumps([dialect.path, replaces, body], option=orjson.OPT_SORT_KEYS)
+        same = orjson.dumps([dialect.path, replaces, after, body], option=orjson.OPT_SORT_KEYS)
         return cls(
             rollout_id,
             dialect,
@@ -60,4 +66,6 @@ class Asked:
             key,
             sha256(same).hexdigest(),
             count.isascii() and count.isdigit() and int(count) > 0,
+            after,
+            stored_input,
         )

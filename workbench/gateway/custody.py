@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from workbench.errors import FingerprintError, LedgerConflict, RolloutFrozen
 from workbench.gateway.dialects import Dialect
+from workbench.gateway.histories import Histories
 from workbench.gateway.metrics import Metrics
 from workbench.gateway.upstream import Acknowledgement, Upstream
 from workbench.ledger import Admitted, LedgerStore
@@ -47,6 +48,10 @@ class Call:
     prompt_options: dict[str, Any]
     admitted: Admitted
     admitted_at: float
+    after: str | None = None
+    """The response that the request named as the one before it."""
+    stored_input: list[Any] | None = None
+    """What the request added to that, where its own response may be named by a later one."""
 
 
 class Custodian:
@@ -56,6 +61,7 @@ class Custodian:
         self, store: LedgerStore, upstream: Upstream, metrics: Metrics, *, coords_timeout_s: float, threads: int = 16
     ) -> None:
         self.store = store
+        self.histories = Histories(store.directory)
         self._upstream = upstream
         self._metrics = metrics
         self._coords_timeout_s = coords_timeout_s
@@ -78,6 +84,9 @@ class Custodian:
         request_items: list[dict[str, Any]],
         prompt_options: dict[str, Any],
         replaces_response_id: str | None,
+        *,
+        after: str | None = None,
+        stored_input: list[Any] | None = None,
     ) -> Call:
         """Resolve and admit. Raises what `LedgerStore.admit` raises."""
         admitted_at = time.time()
@@ -89,16 +98,30 @@ class Custodian:
             prompt_options=prompt_options,
             dialect=dialect.name,
             replaces_response_id=replaces_response_id,
+            after_response_id=after,
         )
         self._metrics.calls.labels(admitted.resolution.status).inc()
         if admitted.drift is not None:
             self._metrics.drift.labels(admitted.drift.cause.value).inc()
             self._metrics.failures.labels(Cause.UNRESOLVED_PARENT.value).inc()
-        return Call(rollout_id, model_call_id, dialect, request_items, prompt_options, admitted, admitted_at)
+        return Call(
+            rollout_id,
+            model_call_id,
+            dialect,
+            request_items,
+            prompt_options,
+            admitted,
+            admitted_at,
+            after,
+            stored_input,
+        )
 
     async def settle(self, call: Call, served: Mapping[str, Any]) -> None:
         """Write the row of a call whose completion is there, before it leaves."""
         response_items = call.dialect.response_items(served)
+        if call.stored_input is not None and served.get("id"):
+            added = [*call.stored_input, *(served.get("output") or ())]
+            await self.off_loop(self.histories.keep, call.rollout_id, served["id"], call.after, added)
         if call.admitted.admission is None:
             # Its failure row was written at admission; only its items are noted, for later diagnoses.
             await self.off_loop(self._note, call, response_items)

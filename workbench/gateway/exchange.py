@@ -25,7 +25,7 @@ from workbench.gateway.delivery import JSON, SSE, Head
 from workbench.gateway.metrics import Metrics
 from workbench.gateway.refusals import Refused, from_worker
 from workbench.gateway.retries import Recording
-from workbench.gateway.sse import Frame, encode, frames
+from workbench.gateway.sse import Frame, frames
 from workbench.gateway.upstream import Upstream
 from workbench.wire import Cause
 
@@ -153,7 +153,7 @@ class Exchange:
         held: list[Frame] = []
         came: list[bytes] = []
         async for frame in frames(answer.aiter_raw()):
-            if isinstance(frame.event, dict) and "error" in frame.event:
+            if dialect.is_error(frame):
                 error = from_worker(500, orjson.dumps(frame.event))
                 raise await self._broken(Refused(502, error.message, "worker_error"))
             assembler.feed(frame)
@@ -207,9 +207,10 @@ class Exchange:
         if not self._head.done():
             self.failed = True
             self.metrics.refused.labels(refused.code).inc()
-            self._head.set_result(Head(refused.status, JSON, refused.body()))
+            body = orjson.dumps(self.call.dialect.refusal(refused))
+            self._head.set_result(Head(refused.status, JSON, body))
         elif self._head.result().body is None and not self._whole:
             self.failed = True
             # The status line is gone; a stream says in its last frame that it did not end well.
-            self._add(encode(orjson.loads(refused.body())))
+            self._add(self.call.dialect.error_frame(refused))
             self._end()

@@ -24,6 +24,9 @@ _REFUSED = {
     "continue_final_message": "the prompt would end inside a turn that the agent wrote",
     "truncate_prompt_tokens": "the prompt would lose its captured prefix",
     "background": "the response would be fetched past the gateway",
+    "conversation": "conversations are not kept here, so what it holds would be unknown to the ledger",
+    "prompt": "a stored prompt is unknown to the ledger",
+    "previous_input_messages": "a history beside the input is unknown to the ledger",
 }
 _STRIPPED = (
     "logprobs",
@@ -33,6 +36,7 @@ _STRIPPED = (
     "return_token_ids",
     "return_tokens_as_token_ids",
     "return_prompt_text",
+    "enable_response_messages",
     "request_id",
     "kv_transfer_params",
     "prompt_embeds",
@@ -49,6 +53,9 @@ _NEUTRAL: dict[str, Any] = {
     "allowed_token_ids": None,
     "logits_processors": None,
     "vllm_xargs": None,
+    "thinking_token_budget": None,
+    # Not a matter of sampling, but a prompt cut at its front would no longer begin with its parent's tokens.
+    "truncation": "disabled",
 }
 _MAX_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 

@@ -1,4 +1,4 @@
-"""Refusals: what the gateway answers instead of a completion, in the form that OpenAI clients read.
+"""Refusals: what the gateway answers instead of a completion; each API's clients read it in a form of their own.
 
 Every refusal names what was expected and what came, and has a `code` that programs can tell apart.
 """
@@ -6,6 +6,7 @@ Every refusal names what was expected and what came, and has a `code` that progr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 from starlette.responses import Response
@@ -28,14 +29,16 @@ class Refused(Exception):
     def __str__(self) -> str:
         return self.message
 
-    def body(self) -> bytes:
+    def openai_error(self) -> dict[str, Any]:
+        """The form of the OpenAI APIs, which the gateway's own routes use too."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
-        return orjson.dumps({"error": error})
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
+    def response(self, error: dict[str, Any] | None = None) -> Response:
+        """As an HTTP answer; `error` is its form in another API."""
         headers = {"www-authenticate": "Bearer"} if self.status == 401 else None
-        return Response(self.body(), self.status, headers, media_type="application/json")
+        body = orjson.dumps(self.openai_error() if error is None else error)
+        return Response(body, self.status, headers, media_type="application/json")
 
 
 def from_worker(status: int, body: bytes) -> Refused:

@@ -225,6 +225,8 @@ class Retries:
                 asked.options,
                 admitted,
                 answer.admitted_at,
+                asked.after,
+                asked.stored_input,
             )
             await self._custodian.settle(call, _served(asked.dialect, answer))
         log.unsettled.pop(known.call_id, None)

@@ -54,9 +54,10 @@ def parse(raw: bytes) -> Frame:
         return Frame(raw, None)
 
 
-def encode(event: Any) -> bytes:
-    """A data-only frame of one JSON value."""
-    return b"data: " + orjson.dumps(event) + b"\n\n"
+def encode(event: Any, name: str | None = None) -> bytes:
+    """A frame of one JSON value; `name` is its event field, which some APIs' clients go by."""
+    head = b"" if name is None else f"event: {name}\n".encode()
+    return head + b"data: " + orjson.dumps(event) + b"\n\n"
 
 
 def _frame_end(buffer: bytes) -> int | None:

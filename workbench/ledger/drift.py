@@ -98,10 +98,10 @@ def _compare(
     if position == len(expected):
         return _after_whole_history(call, came, position, prompt_options)
     was, now = expected[position], came[position] if position < len(came) else None
-    if REQUEST_ENVELOPE_ROLE in (was.role, now.role if now else ""):
-        return Cause.TOOLS_CHANGED, "the request's tools or instructions differ from those of the recorded call"
     if call.dialect != dialect:
         return Cause.DIALECT_CHANGED, f"the recorded call spoke {call.dialect}, this request speaks {dialect}"
+    if REQUEST_ENVELOPE_ROLE in (was.role, now.role if now else ""):
+        return Cause.TOOLS_CHANGED, "the request's tools or instructions differ from those of the recorded call"
     if was.role == "reasoning" and now is not None and now.role != "reasoning":
         return Cause.TEMPLATE_STRIPPED_REASONING, f"item {position}: the recorded reasoning item is gone"
     if now is not None and was.authored and now.authored:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import orjson
 
 from workbench.wire import FINGERPRINT_VERSION, CallRecord, assistant_fingerprint, conversation_digest
+from workbench.wire.fingerprints import is_model_authored
 
 Items = Sequence[Mapping[str, Any]]
 
@@ -92,17 +93,21 @@ def resolve(
     prompt_options: str | None = None,
     *,
     repeats_continue: bool = True,
+    after_response_id: str | None = None,
 ) -> Resolution:
     """Find the one recorded call that `request_items` continue.
 
     `prompt_options` is `options_digest` of whatever else shaped the prompt; a candidate must have had the same.
-    Where a call answered with nothing that has a fingerprint, a request equal to its own matches it too: a candidate
-    like any other by the contract, and none with `repeats_continue=False`.
+    Where a call answered with nothing that has a fingerprint, a request equal to its own matches it too, and one that
+    has such an answer of a later call in it: candidates like any other by the contract, and none with
+    `repeats_continue=False`.
+    `after_response_id` is the response that the request itself says it continues: no other call is a candidate, and
+    the outcome is never a root.
     Raises `FingerprintError` for items that have no fingerprint.
     """
     fingerprint = assistant_fingerprint(request_items)
     if not fingerprint:
-        return Resolution("root")
+        return Resolution("root" if after_response_id is None else "unresolved")
     digests: dict[int, str] = {}
     sequences: dict[tuple[str, int], CustodyRow] = {}
     for row in index.by_fingerprint.get(fingerprint, ()):
@@ -111,6 +116,10 @@ def resolve(
             continue
         # A request as long as the call's own does not contain its answer: it repeats the call, it doesn't continue it.
         if length == len(request_items) and not repeats_continue:
+            continue
+        if after_response_id not in (None, row.record.response_id):
+            continue
+        if not (repeats_continue or _one_turn(request_items[length:])):
             continue
         if length not in digests:
             digests[length] = conversation_digest(request_items[:length])
@@ -132,6 +141,22 @@ def resolve(
         staging_chain=row.staging_chain,
         chain_hash=row.record.chain_hash,
     )
+
+
+def _one_turn(items: Items) -> bool:
+    """Whether the model speaks once in `items`, at their beginning.
+
+    A turn without content leaves no trace in the assistant fingerprint, so a request with one more of them would match
+    the call before it; and the prompt continues after the *last* turn.
+    """
+    at_beginning = True
+    for item in items:
+        if is_model_authored(item):
+            if not at_beginning:
+                return False
+        elif item.get("type") != "reasoning":
+            at_beginning = False
+    return True
 
 
 def options_digest(options: Mapping[str, Any] | None) -> str | None:

@@ -114,11 +114,13 @@ class LedgerStore:
         prompt_options: Mapping[str, Any] | None = None,
         dialect: str = "chat",
         replaces_response_id: str | None = None,
+        after_response_id: str | None = None,
     ) -> Admitted:
         """Decide what a call starts from; an unresolved one gets its failure row and its diagnosis here.
 
         `replaces_response_id` declares a compacted history: the call is then a root, linked to the call that served
         that response, or unresolved where no recorded call did.
+        `after_response_id` names the response that the request continues; it is then never a root.
         Raises `RolloutFrozen` after `freeze`, `FingerprintError` for items that have no fingerprint.
         """
         rollout = self._rollout(rollout_id)
@@ -135,9 +137,14 @@ class LedgerStore:
             else:
                 replaced = None
                 resolution = resolve(
-                    rollout.index, request_items, options_digest(prompt_options), repeats_continue=False
+                    rollout.index,
+                    request_items,
+                    options_digest(prompt_options),
+                    repeats_continue=False,
+                    after_response_id=after_response_id,
                 )
-                if resolution.status == "unresolved" and not rollout.index.in_order:
+                seeded = not rollout.index.in_order and after_response_id is None
+                if resolution.status == "unresolved" and seeded:
                     # A history that this rollout was seeded with: nothing of it was sampled here.
                     resolution = Resolution("root")
             if resolution.status != "unresolved":

@@ -1,17 +1,13 @@
-"""Dialects: how one API says its requests, responses and streams, and what of that the ledger compares.
-
-A dialect turns a request into conversation items, recognises the frame that must wait for custody, puts a streamed
-response together again, and names the items and the id of what was served. One class a dialect and one line in
-`DIALECTS`; everything else in the gateway is the same for all of them.
-"""
+"""Chat: OpenAI chat completions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
+from workbench.gateway.dialects.base import Dialect, given
 from workbench.gateway.refusals import Refused
-from workbench.gateway.sse import Frame
+from workbench.gateway.sse import Frame, encode
 from workbench.wire.fingerprints import request_envelope
 
 # What reaches the prompt through the chat template beside the messages and the tools.
@@ -26,35 +22,7 @@ PROMPT_OPTIONS = (
 )
 
 
-class Assembler(Protocol):
-    """Puts one streamed response together."""
-
-    def feed(self, frame: Frame) -> None: ...
-
-    def served(self) -> dict[str, Any]:
-        """The object that the same response would have been without streaming."""
-
-
-class Dialect(Protocol):
-    name: str
-    path: str
-    """Of the worker's route."""
-    max_tokens_field: str
-
-    def request_items(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The conversation in a request, its envelope first. Raises `Refused` for a request without one."""
-
-    def prompt_options(self, body: Mapping[str, Any]) -> dict[str, Any]: ...
-
-    def response_items(self, served: Mapping[str, Any]) -> list[dict[str, Any]]: ...
-
-    def is_final(self, frame: Frame) -> bool:
-        """True for the first frame that tells the client its response is complete."""
-
-    def assembler(self) -> Assembler: ...
-
-
-class ChatDialect:
+class ChatDialect(Dialect):
     """OpenAI chat completions."""
 
     name = "chat"
@@ -69,10 +37,13 @@ class ChatDialect:
         return list(messages) if envelope is None else [dict(envelope), *messages]
 
     def prompt_options(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        options = {name: body[name] for name in PROMPT_OPTIONS if body.get(name) not in (None, {}, [])}
+        options = given(body, PROMPT_OPTIONS)
         if options.get("response_format") == {"type": "text"}:
             del options["response_format"]
         return options
+
+    def adapt(self, body: dict[str, Any]) -> list[str]:
+        return []
 
     def response_items(self, served: Mapping[str, Any]) -> list[dict[str, Any]]:
         choices = served.get("choices")
@@ -82,8 +53,17 @@ class ChatDialect:
     def is_final(self, frame: Frame) -> bool:
         return frame.done or any(choice.get("finish_reason") for choice in _choices(frame))
 
+    def is_error(self, frame: Frame) -> bool:
+        return isinstance(frame.event, dict) and "error" in frame.event
+
     def assembler(self) -> ChatAssembler:
         return ChatAssembler()
+
+    def refusal(self, refused: Refused) -> dict[str, Any]:
+        return refused.openai_error()
+
+    def error_frame(self, refused: Refused) -> bytes:
+        return encode(self.refusal(refused))
 
 
 class ChatAssembler:
@@ -138,6 +118,3 @@ class ChatAssembler:
 def _choices(frame: Frame) -> list[dict[str, Any]]:
     choices = frame.event.get("choices") if isinstance(frame.event, dict) else None
     return [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
-
-
-DIALECTS: dict[str, Dialect] = {dialect.path: dialect for dialect in (ChatDialect(),)}

@@ -1,0 +1,61 @@
+"""Histories: what a response followed on, for requests that name it instead of sending it (`previous_response_id`).
+
+One line a stored response in `<rollout>.responses.jsonl` beside the ledger, shared by all gateway processes: the items
+that it added to those of the response it named, if it named one. An agent that sends its whole history every time has
+whole histories there. Not custody: losing a line makes a response unknown, and a request that names it is refused.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from workbench.wire import check_rollout_id
+
+
+class Histories:
+    """The stored responses of every rollout, in `directory`."""
+
+    def __init__(self, directory: Path | str) -> None:
+        self._directory = Path(directory)
+
+    def keep(self, rollout_id: str, response_id: str, after: str | None, items: Sequence[Any]) -> None:
+        """Store a response: the items that its request had after those of `after`, and its own."""
+        line = orjson.dumps({"id": response_id, "after": after, "items": list(items)}) + b"\n"
+        fd = os.open(self._path(rollout_id), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            os.write(fd, line)
+        finally:
+            os.close(fd)
+
+    def items(self, rollout_id: str, response_id: str) -> list[Any] | None:
+        """The whole conversation up to and with a response; None where it is not known in this rollout."""
+        try:
+            lines = self._path(rollout_id).read_bytes().splitlines()
+        except FileNotFoundError:
+            return None
+        stored: dict[str, dict[str, Any]] = {}
+        for line in lines:
+            try:
+                entry = orjson.loads(line)
+                stored[entry["id"]] = entry
+            except (orjson.JSONDecodeError, KeyError, TypeError):
+                continue
+        parts: list[list[Any]] = []
+        wanted: str | None = response_id
+        while wanted is not None:
+            entry = stored.pop(wanted, None)
+            if entry is None:
+                return None
+            parts.append(entry["items"])
+            wanted = entry["after"]
+        return [item for part in reversed(parts) for item in part]
+
+    def _path(self, rollout_id: str) -> Path:
+        return self._directory / f"{check_rollout_id(rollout_id)}.responses.jsonl"
