@@ -15,7 +15,7 @@ def places(parents: list[str | None], trained: set[int] = frozenset(), rootless:
 
 
 def test_the_trained_chain_has_the_first_row_and_side_calls_their_own():
-    spots = {p.index: (p.row, p.column) for p in places([None, "0", "0", "2", "1"], trained={0, 2, 3})}
+    spots = {p.call: (p.row, p.column) for p in places([None, "0", "0", "2", "1"], trained={0, 2, 3})}
     assert spots == {0: (0, 0), 2: (0, 1), 3: (0, 2), 1: (1, 1), 4: (1, 2)}
 
 
@@ -23,9 +23,9 @@ def test_every_call_is_placed_once_and_after_its_parent():
     rng = random.Random(1)
     parents = [None if i < 3 or rng.random() < 0.02 else str(rng.randrange(i)) for i in range(2_000)]
     spots = places(parents)
-    assert sorted(p.index for p in spots) == list(range(2_000))
-    order = {p.index: n for n, p in enumerate(spots)}
-    assert all(p.parent is None or order[p.parent] < order[p.index] for p in spots)
+    assert sorted(p.call for p in spots) == list(range(2_000))
+    order = {p.call: n for n, p in enumerate(spots)}
+    assert all(p.parent is None or order[p.parent] < order[p.call] for p in spots)
     assert len({(p.row, p.column) for p in spots}) == 2_000
 
 
@@ -44,10 +44,10 @@ def test_ten_thousand_siblings_are_placed():
 
 def test_circles_and_strangers_are_placed_all_the_same():
     spots = places(["1", "0", "7", "3"])
-    assert sorted(p.index for p in spots) == [0, 1, 2, 3]
-    assert all(p.parent is None for p in spots if p.index in (2, 3))
+    assert sorted(p.call for p in spots) == [0, 1, 2, 3]
+    assert all(p.parent is None for p in spots if p.call in (2, 3))
 
 
 def test_calls_without_a_place_in_the_tree_share_the_last_row():
-    spots = {p.index: (p.row, p.column) for p in places([None, None, None], trained={0}, rootless={1, 2})}
+    spots = {p.call: (p.row, p.column) for p in places([None, None, None], trained={0}, rootless={1, 2})}
     assert spots == {0: (0, 0), 1: (1, 0), 2: (1, 1)}

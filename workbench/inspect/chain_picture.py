@@ -78,31 +78,31 @@ def draw_chain(rows: Sequence[dict[str, Any]], places: Sequence[Place], *, total
     for place in places:
         band = place.column // BAND
         y = height - _LEGEND_H - (track_of[(band, place.row)] + 1) * _PITCH_Y - band * _BAND_GAP + 0.06
-        spots[place.index] = _Spot(_MARGIN + (place.column % BAND) * _PITCH_X, y)
+        spots[place.call] = _Spot(_MARGIN + (place.column % BAND) * _PITCH_X, y)
 
     scale = max((row["delta_len"] or 0 for row in rows), default=0) or 1
-    by_index = {place.index: place for place in places}
+    by_index = {place.call: place for place in places}
     heads: set[tuple[int, int]] = set()
     for place in places:
-        row = rows[place.index]
+        row = rows[place.call]
         if place.parent is not None and place.parent in spots:
             _draw_link(ax, rows, by_index[place.parent], place, spots)
-        _draw_card(ax, row, spots[place.index], scale)
+        _draw_card(ax, row, spots[place.call], scale)
         track = (place.column // BAND, place.row)
         if track not in heads:
             heads.add(track)
-            _draw_head(ax, rows, place, spots[place.index], by_index, chain_name)
+            _draw_head(ax, rows, place, spots[place.call], by_index, chain_name)
     _draw_legend(ax, rows, height, len(places), total, chain_name)
     return figure
 
 
 def _draw_link(ax: Axes, rows: Sequence[dict[str, Any]], parent: Place, child: Place, spots: dict[int, _Spot]) -> None:
-    trained = rows[child.index]["relation"] == "trained"
+    trained = rows[child.call]["relation"] == "trained"
     colour, width, z = (TRAINED, 2.6, 2) if trained else (MUTED, 1.1, 1)
-    lost = bool(rows[child.index].get("failure_reason"))
+    lost = bool(rows[child.call].get("failure_reason"))
     style: Any = (0, (3, 2)) if lost else "-"
     colour = REJECTED if lost else colour
-    start, end = spots[parent.index], spots[child.index]
+    start, end = spots[parent.call], spots[child.call]
     y0, y1 = start.y + _CARD_H / 2, end.y + _CARD_H / 2
     if parent.column // BAND != child.column // BAND:
         stub = 0.13
@@ -128,7 +128,7 @@ def _draw_head(
     by_index: dict[int, Place],
     chain_name: str,
 ) -> None:
-    row = rows[place.index]
+    row = rows[place.call]
     label = _LABELS.get(row["relation"], row["relation"])
     if row["relation"] == "trained":
         label = chain_name

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Where one call stands. `index` is its position in the input; `parent` is the parent's, or None."""
+    """Where one call stands. `call` is its position in the input; `parent` is the parent's, or None."""
 
-    index: int
+    call: int
     row: int
     column: int
     parent: int | None

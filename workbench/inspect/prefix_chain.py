@@ -119,7 +119,7 @@ class PrefixChain(StaticView):
         """The tree as plain lines for a terminal, one a call, indented where a path forks."""
         lines = [self.sentence()]
         for place in self.places[: self.max_rows]:
-            row = self._rows[place.index]
+            row = self._rows[place.call]
             mark = "●" if row["relation"] == "trained" else "✗" if row["failure_reason"] else "○"
             tokens = "no tokens" if row["delta_len"] is None else f"+{row['delta_len']:,} = {row['cum_len']:,} tokens"
             sampled = "" if row["sampled_tokens"] is None else f" ({row['sampled_tokens']:,} sampled)"
@@ -158,7 +158,7 @@ class PrefixChain(StaticView):
         return markup.block(*parts)
 
     def _table_row(self, place: Place) -> list[markup.Cell]:
-        row = self._rows[place.index]
+        row = self._rows[place.call]
         strong, muted = row["relation"] == "trained", row["relation"] != "trained"
 
         def cell(value: Any, right: bool = False) -> markup.Cell:
