@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models campaign test check types lab clean
+.PHONY: help setup models campaign test check lab clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 12
@@ -30,16 +30,15 @@ models: setup ## the models, built once
 campaign: models ## one campaign: make campaign [RECIPE=cpu_smoke] [ARGS="train.steps=2"]
 	@$(PY) -m workbench.campaign.cli run $(RECIPE) $(ARGS)
 
-test: models ## lint and all tests; fast ones first, then Ray, then engines
+test: models ## lint, types and all tests; fast ones first, then Ray, then engines
 	@$(PY) -m ruff check .
+	@$(PY) -m mypy
 	@$(PY) -m pytest $(PYTEST_ARGS)
 
-check: setup ## lint and the fast tests, in about a minute
+check: setup ## lint, types and the fast tests, in two or three minutes
 	@$(PY) -m ruff check .
-	@$(PY) -m pytest -m "not ray and not engine" $(PYTEST_ARGS)
-
-types: setup ## what mypy thinks
 	@$(PY) -m mypy
+	@$(PY) -m pytest -m "not ray and not engine" $(PYTEST_ARGS)
 
 lab: models ## JupyterLab on the notebooks
 	@$(PY) -m workbench.campaign.cli lab
