@@ -30,9 +30,8 @@ models: setup ## the models, built once
 campaign: models ## one campaign: make campaign [RECIPE=cpu_smoke] [ARGS="train.steps=2"]
 	@$(PY) -m workbench.campaign.cli run $(RECIPE) $(ARGS)
 
-test: models ## lint, types and all tests; fast ones first, then Ray, then engines
+test: models ## lint and all tests; fast ones first, then Ray, then engines
 	@$(PY) -m ruff check .
-	@$(PY) -m mypy
 	@$(PY) -m pytest $(PYTEST_ARGS)
 
 check: setup ## lint, types and the fast tests, in two or three minutes
