@@ -28,6 +28,10 @@ def test_the_summary_names_notebook_rates_rejections_versions_and_rewards(tmp_pa
     assert summary.rows_per_group == [4, 4, 4, 4] and summary.weight_version == summary.steps == 2
     assert [row["cause"] for row in summary.rejected].count("unresolved_parent") == 2
     assert summary.trained_tokens == run.logprobs().height
+    equal = [row for row in run.logprobs().iter_rows(named=True) if row["weight_version"] == row["step"] - 1]
+    assert 0 < summary.on_policy_tokens == len(equal) <= summary.trained_tokens
+    mean = sum(abs(row["delta"]) for row in equal) / len(equal)
+    assert summary.mean_abs_logprob_delta_on_policy == pytest.approx(mean)
     text = summary.text()
     for words in (
         "Run stored: done (1.6 min)", "campaign.ipynb", "rows in every group: 4", "2 passed, worst mean |Δ| 0.0300",

@@ -42,6 +42,10 @@ class Summary:
     proofs: list[dict[str, Any]]
     trained_tokens: int
     mean_abs_logprob_delta: float | None
+    """Over all trained tokens: number formats, and the steps between sampling and training."""
+    on_policy_tokens: int
+    mean_abs_logprob_delta_on_policy: float | None
+    """Over tokens that were sampled from the very weights that then scored them: number formats alone."""
     reward_first_step: float | None
     reward_last_step: float | None
     seconds: float
@@ -68,6 +72,8 @@ class Summary:
             f"  sampler–trainer proofs     {agreed}",
             f"  mean |Δ log-prob|          {_dash(self.mean_abs_logprob_delta, '.4f')} nat over "
             f"{self.trained_tokens:,} tokens",
+            f"    at equal weights         {_dash(self.mean_abs_logprob_delta_on_policy, '.4f')} nat over "
+            f"{self.on_policy_tokens:,} tokens",
             f"  reward at first step       {_dash(self.reward_first_step, '.3f')}",
             f"  reward at last step        {_dash(self.reward_last_step, '.3f')}",
             f"  rejected rollouts          {len(self.rejected)}",
@@ -90,7 +96,10 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
     """
     run = runs.open(run_dir)
     steps, rollouts, calls, campaign = run.steps, run.rollouts, run.calls, run.campaign.row(0, named=True)
-    delta_T = run.logprobs()["delta"].drop_nulls().to_numpy()
+    scored = run.logprobs().drop_nulls("delta")
+    delta_T = scored["delta"].to_numpy()
+    # Step n is computed with the weights of version n - 1.
+    equal_T = scored.filter(pl.col("weight_version") == pl.col("step") - 1)["delta"].to_numpy()
     token_in = int((calls["mode"] == "token_in").sum())
     roots = int((calls["mode"] == "text").sum())
     return Summary(
@@ -122,6 +131,8 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
         ],
         trained_tokens=int(delta_T.size),
         mean_abs_logprob_delta=float(abs(delta_T).mean()) if delta_T.size else None,
+        on_policy_tokens=int(equal_T.size),
+        mean_abs_logprob_delta_on_policy=float(abs(equal_T).mean()) if equal_T.size else None,
         reward_first_step=_mean_reward(rollouts, "min"),
         reward_last_step=_mean_reward(rollouts, "max"),
         seconds=round(seconds, 1),
