@@ -12,6 +12,7 @@ colours and inline pictures from HTML. So an inspector displays itself as two ou
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,18 +39,18 @@ class Snapshot:
         return data, metadata
 
 
-class StaticView:
+class StaticView(ABC):
     """Base of the inspectors: a sentence, a picture, a text; each built once, when first asked for."""
 
     _snapshot: Snapshot | None = None
 
+    @abstractmethod
     def sentence(self) -> str:
         """One deterministic line that says what is shown."""
-        raise NotImplementedError
 
+    @abstractmethod
     def html(self) -> str:
         """Inline-styled HTML without script; readable when styles are stripped."""
-        raise NotImplementedError
 
     def figure(self) -> Figure | None:
         """The picture as a matplotlib figure, or None where it would say nothing that the text does not."""
