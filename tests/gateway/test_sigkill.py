@@ -60,7 +60,7 @@ class Killed:
 
     async def kill(self) -> None:
         gateway = self.running.pop()
-        os.kill(gateway.pid, signal.SIGKILL)
+        os.kill(gateway.pids[0], signal.SIGKILL)
         await asyncio.to_thread(gateway.stop)
 
     def agent(self, rollout_id: str, **options: Any) -> openai.AsyncOpenAI:
