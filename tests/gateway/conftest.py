@@ -39,6 +39,8 @@ SCRIPT = [
     {"text": "second"},
     {"text": "third"},
     {"rollout": "nan.*", "text": "not a number", "fault": "nan_logprob", "at": 1},
+    {"rollout": "held", "text": "this does not come out while anybody waits for it", "delay_s": 600.0},
+    {"rollout": "held", "text": "and this at once"},
     {"rollout": "slow.*", "text": "this takes its time to come out", "delay_s": 0.6},
 ]
 

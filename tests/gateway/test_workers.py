@@ -17,9 +17,8 @@ import httpx
 import orjson
 import pytest
 import pytest_asyncio
-from gate import COMPLETION, Gate
 
-from conftest import CONTROL, WORKER, Stack, listening, until
+from conftest import CONTROL, WORKER, Stack, until
 from workbench.errors import ComponentDied
 from workbench.gateway.client import ControlClient
 from workbench.gateway.process import GatewayProcess
@@ -37,7 +36,6 @@ class Shared:
     """One gateway of several processes. `http` makes a connection for every request, so that any of them may get it."""
 
     process: GatewayProcess
-    gate: Gate
     ledger: Path
     http: httpx.AsyncClient
 
@@ -59,20 +57,18 @@ class Shared:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def shared(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Shared]:
-    gate, ledger = Gate(stack.worker.url), tmp_path_factory.mktemp("ledger")
+    ledger = tmp_path_factory.mktemp("ledger")
+    settings = {"ledger_dir": str(ledger), "worker_url": stack.worker.url, "workers": PROCESSES}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CONTROL_TOKEN, CONTROL)
         patch.setenv(WORKER_TOKEN, WORKER)
-        async with listening(gate.app) as worker_url:
-            settings = {"ledger_dir": str(ledger), "worker_url": worker_url, "workers": PROCESSES}
-            process = await asyncio.to_thread(GatewayProcess.start, settings)
-            async with httpx.AsyncClient(timeout=60.0, limits=httpx.Limits(max_keepalive_connections=0)) as http:
-                yield Shared(process, gate, ledger, http)
-            gate.release()
-            await asyncio.to_thread(process.stop)
-    await gate.http.aclose()
+        process = await asyncio.to_thread(GatewayProcess.start, settings)
+    async with httpx.AsyncClient(timeout=60.0, limits=httpx.Limits(max_keepalive_connections=0)) as http:
+        yield Shared(process, ledger, http)
+    await asyncio.to_thread(process.stop)
 
 
+@pytest.mark.timeout(300)
 async def test_no_row_is_lost_and_no_call_is_falsely_unresolved(shared: Shared) -> None:
     slots = asyncio.Semaphore(AT_ONCE)
 
@@ -112,15 +108,12 @@ async def test_no_row_is_lost_and_no_call_is_falsely_unresolved(shared: Shared) 
 
 
 async def test_of_equal_keyed_requests_at_all_processes_one_is_the_call(shared: Shared) -> None:
-    shared.gate.hold(COMPLETION)
-    key = {"idempotency-key": "k"}
-    asked = [asyncio.create_task(shared.post("joined", headers=key, stream=True)) for _ in range(4 * PROCESSES)]
-    await until(lambda: shared.gate.reached[COMPLETION], "the call is under way")
-    shared.gate.release()
+    key, rollout_id = {"idempotency-key": "k"}, "slow.joined"
+    asked = [shared.post(rollout_id, headers=key, stream=True) for _ in range(4 * PROCESSES)]
     answers = {(answer.status_code, answer.content) for answer in await asyncio.gather(*asked)}
     assert len(answers) == 1
-    assert len(LedgerStore(shared.ledger).manifest("joined").records) == 1
-    assert len(shared.steps("joined", "begun")) == 1
+    assert len(LedgerStore(shared.ledger).manifest(rollout_id).records) == 1
+    assert len(shared.steps(rollout_id, "begun")) == 1
 
 
 async def test_freeze_at_one_process_closes_the_rollout_at_all(shared: Shared) -> None:
@@ -143,12 +136,11 @@ async def test_a_named_response_is_known_to_every_process(shared: Shared) -> Non
     assert [record.parent_call_id for record in manifest.records] == [None, *calls[:-1]]
 
 
-async def test_a_dead_process_is_noticed_and_its_call_gets_its_row_from_another(shared: Shared) -> None:
+async def test_a_dead_process_is_noticed_and_its_call_gets_its_row_from_another(stack: Stack, shared: Shared) -> None:
     """The last test of this module: one process is gone afterwards."""
-    shared.gate.hold(COMPLETION)
-    asked = asyncio.create_task(shared.post("died"))
-    await until(lambda: shared.steps("died", "begun"), "a process has begun the call")
-    (begun,) = shared.steps("died", "begun")
+    asked = asyncio.create_task(shared.post("held"))
+    await until(lambda: stack.worker.board.live_calls, "the call is under way")
+    (begun,) = shared.steps("held", "begun")
     pid = int((shared.ledger / f"{begun['gateway']}.gateway").read_text())
     assert pid in shared.process.pids
     assert (await shared.metrics())["workbench_live_calls"] == 1
@@ -159,11 +151,10 @@ async def test_a_dead_process_is_noticed_and_its_call_gets_its_row_from_another(
     await until(lambda: not shared.process.alive(), "its parent sees it")
     with pytest.raises(ComponentDied, match=rf"process {shared.process.pids.index(pid) + 1} of {PROCESSES} .*{pid}"):
         shared.process.check()
-    shared.gate.release()
-    again = await shared.post("died", headers={"x-stainless-retry-count": "1"})
+    again = await shared.post("held", headers={"x-stainless-retry-count": "1"})
     assert again.status_code == 200
     async with ControlClient(shared.process.url, CONTROL) as control:
-        manifest = await control.freeze("died")
+        manifest = await control.freeze("held")
     (record,), (failure,) = manifest["manifest"]["records"], manifest["manifest"]["failures"]
     assert record["response_id"] == again.json()["id"]
     assert failure["reason"] == "request_finished_without_staged_coordinates"

@@ -119,7 +119,7 @@ class Gateway:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        await self.custodian.off_loop(self.retries.close)
+        self.retries.close()
         await self.upstream.close()
         self.custodian.close()
 
