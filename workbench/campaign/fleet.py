@@ -20,8 +20,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from workbench import dataplane
 from workbench.campaign.doctor import before_a_run
-from workbench.capture import dataplane
 from workbench.config import Recipe
 from workbench.errors import ComponentDied, DeadlineExceeded, SetupError, WorkbenchError
 from workbench.gateway.client import ControlClient
@@ -184,8 +184,8 @@ class Fleet:
 
     async def _start_actors(self, model_path: Path) -> None:
 
-        from workbench.capture.worker import PolicyWorker
         from workbench.finalizer.actor import FinalizerActor
+        from workbench.serving.worker import PolicyWorker
         from workbench.train.trainer import TrainerActor
 
         worker_class: Any = PolicyWorker
