@@ -140,7 +140,7 @@ class PolicyServer:
         self.tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, config.model_path)
         if config.engine == "scripted":
             return self._start_scripted()
-        from workbench.capture import vllm_runtime
+        from workbench.serving import vllm_runtime
 
         arguments = await asyncio.to_thread(vllm_runtime.parse_serving_arguments, config)
         self.engine = await asyncio.to_thread(vllm_runtime.start_engine, config, arguments)
@@ -252,7 +252,7 @@ class PolicyServer:
         """Log-prob (nats) of every token after the first of each sequence, at temperature 1; never captured."""
         if self.config.engine == "scripted":
             raise CaptureError("The scripted engine has no model, so it cannot score tokens; skip the proof with it.")
-        from workbench.capture import vllm_runtime
+        from workbench.serving import vllm_runtime
 
         self._check_alive()
         if self.gate.held:
@@ -271,7 +271,7 @@ class PolicyServer:
             await self.capture.close(STOP_TIMEOUT_S)
         engine, self.engine = self.engine, None
         if engine is not None and self.config.engine == "vllm":
-            from workbench.capture import vllm_runtime
+            from workbench.serving import vllm_runtime
 
             await asyncio.to_thread(vllm_runtime.shutdown, engine, STOP_TIMEOUT_S)
 
