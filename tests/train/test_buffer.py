@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 
 import pytest
@@ -203,28 +202,3 @@ def test_a_sampler_that_breaks_the_rules_is_named_and_changes_nothing():
     with pytest.raises(ReplayBufferError, match=r"sampler Unruly.*chose \['g0'\]"):
         buffer.take(1, 0)
     assert buffer.state("g0") == "reserved"
-
-
-async def test_room_comes_when_groups_leave_and_a_waiter_that_gave_up_holds_nothing():
-    buffer = filled(1)
-    patient, impatient = asyncio.create_task(buffer.room()), asyncio.create_task(buffer.room())
-    await asyncio.sleep(0)
-    impatient.cancel()
-    assert not patient.done()
-    buffer.remove("g0")
-    await asyncio.wait_for(patient, 5)
-    assert buffer.free == 1
-
-
-async def test_a_waiting_step_gets_its_groups_and_hears_of_the_evicted():
-    buffer = ReplayBuffer(3, sampler("windowed", max_staleness=0))
-    for g, version in (("g0", 0), ("g1", 1), ("g2", 1)):
-        buffer.reserve(g, keys(g), version)
-    gone = []
-    step = asyncio.create_task(buffer.taken(2, lambda: 1, gone.append))
-    for g in ("g0", "g1", "g2"):
-        await asyncio.sleep(0)
-        assert not step.done()
-        assert buffer.commit_finalized(g, keys(g)) == (g != "g0")
-    assert ids(await asyncio.wait_for(step, 5)) == ["g1", "g2"]
-    assert ids(gone) == ["g0"]

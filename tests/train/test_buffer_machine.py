@@ -1,4 +1,4 @@
-"""The replay buffer under any order of operations: against a model, and between coroutines that are cancelled anywhere.
+"""The replay buffer under any order of operations, against a model.
 
 The model keeps each group's state in a dictionary and computes what a step must get from the words of the samplers'
 documentation, with none of their code.
@@ -6,7 +6,6 @@ documentation, with none of their code.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, field
 
 import pytest
@@ -172,123 +171,7 @@ class AgainstAModel(RuleBasedStateMachine):
         assert all(self.buffer.state(group) == state for group, (state, _) in self.model.groups.items())
 
 
-class BetweenCoroutines(RuleBasedStateMachine):
-    """Groups live in coroutines, as in the controller, and each may be let on, failed or cancelled at any moment."""
-
-    playing = Bundle("playing")
-
-    def __init__(self, name):
-        super().__init__()
-        self.loop = asyncio.new_event_loop()
-        self.buffer, self.version, self.started = made(name), 0, 0
-        self.tasks: dict[str, asyncio.Task] = {}
-        self.gates: dict[str, asyncio.Event] = {}
-        self.outcome: dict[str, str] = {}  # how each group ended; a second end is an error
-        self.steps: list[asyncio.Task] = []
-        self.published: set[str] = set()  # keys that must be trained on or cleared, sooner or later
-
-    def teardown(self):
-        for task in (*self.tasks.values(), *self.steps):
-            task.cancel()
-        self._settle()
-        # Whatever happened: a group ended once at most, and no published row was forgotten.
-        held = {key for entry in self.buffer.groups("ready") for key in entry.train_keys}
-        assert self.published == held
-        assert not self.buffer.groups("reserved")
-        self.loop.close()
-
-    def _settle(self):
-        for _ in range(12):
-            self.loop.run_until_complete(asyncio.sleep(0))
-
-    def _ended(self, group, how):
-        assert group not in self.outcome, f"{group} was {self.outcome[group]} and is now {how}"
-        self.outcome[group] = how
-
-    async def _play(self, group):
-        await self.buffer.room()
-        self.buffer.reserve(group, keys(group), self.version)
-        try:
-            await self.gates[group].wait()  # agents, then the finalizer
-        except asyncio.CancelledError:
-            if self.buffer.abort(group) is not None:
-                self._ended(group, "cancelled")
-            raise
-        self.published |= set(keys(group))
-        if not self.buffer.commit_finalized(group, keys(group)):
-            self.published -= set(keys(group))  # told so: it clears what it has just published
-
-    async def _step(self, count):
-        taken = await self.buffer.taken(count, lambda: self.version, self._evicted)
-        for entry in taken:
-            self._ended(entry.group_id, "trained")
-            self.published -= set(entry.train_keys)
-
-    def _evicted(self, gone):
-        self._ended(gone.group_id, "evicted")
-        self.published -= set(gone.train_keys)
-
-    @rule(target=playing)
-    def start_a_group(self):
-        group = f"g{self.started}"
-        self.started += 1
-        self.gates[group] = asyncio.Event()
-        self.tasks[group] = self.loop.create_task(self._play(group))
-        self._settle()
-        return group
-
-    @rule(group=playing)
-    def let_it_finish(self, group):
-        self.gates[group].set()
-        self._settle()
-
-    @rule(group=playing)
-    def let_it_finish_and_cancel_it_at_once(self, group):
-        self.gates[group].set()
-        self.tasks[group].cancel()
-        self._settle()
-
-    @rule(group=playing)
-    def cancel_it(self, group):
-        self.tasks[group].cancel()
-        self._settle()
-
-    @rule(group=playing)
-    def remove_it(self, group):
-        gone = self.buffer.remove(group)
-        if gone is not None:
-            self._ended(group, "removed")
-            self.published -= set(gone.train_keys)
-        self._settle()
-
-    @rule(count=st.integers(1, 3))
-    def wait_for_a_step(self, count):
-        if len(self.steps) < 3:
-            self.steps.append(self.loop.create_task(self._step(count)))
-        self._settle()
-
-    @rule()
-    def give_a_step_up(self):
-        if self.steps:
-            self.steps.pop(0).cancel()
-        self._settle()
-
-    @rule()
-    def new_version(self):
-        self.version += 1
-
-    @invariant()
-    def nothing_failed_and_nobody_waits_for_what_is_there(self):
-        for task in (*self.tasks.values(), *self.steps):
-            assert not task.done() or task.cancelled() or task.exception() is None
-        waiting = [g for g, t in self.tasks.items() if not t.done() and self.buffer.state(g) is None]
-        assert self.buffer.free == 0 or not waiting
-        self.steps = [step for step in self.steps if not step.done()]
-        assert len(self.buffer.groups("reserved")) + len(self.buffer.groups("ready")) <= CAPACITY
-
-
 @pytest.mark.parametrize("name", SAMPLERS)
-@pytest.mark.parametrize("machine", [AgainstAModel, BetweenCoroutines])
-def test_any_order_of_operations(machine, name):
+def test_any_order_of_operations_does_what_the_model_says(name):
     steps = settings(max_examples=50, stateful_step_count=40, deadline=None)
-    run_state_machine_as_test(lambda: machine(name), settings=steps)
+    run_state_machine_as_test(lambda: AgainstAModel(name), settings=steps)

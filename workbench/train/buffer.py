@@ -8,13 +8,13 @@ and is found by its id, never by a remembered position, so removing one while an
 Invariants: no group is taken twice; a group that was not asked for stays; at most `capacity` groups are
 reserved or ready; a group that was discarded while its finalizer was still writing is told so at commit.
 Everything that leaves without being trained on comes back as `Discarded`, which names what must be cleared in
-TransferQueue. Not here: clearing it (controller), the order (samplers), advantages (trainer).
+TransferQueue.
+Not here: clearing it (campaign.sampling), the order (samplers), waiting for room or groups (campaign.supply).
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -54,7 +54,6 @@ class ReplayBuffer:
         self._gone: dict[str, State] = {}
         self._evicted: list[Discarded] = []
         self._reserved_ever = 0
-        self._waiting: set[asyncio.Future[None]] = set()
 
     @classmethod
     def of(cls, train: Train) -> ReplayBuffer:
@@ -142,7 +141,6 @@ class ReplayBuffer:
             )
         version = entry.weight_version if weight_version is None else weight_version
         self._entries[group_id] = replace(entry, train_keys=keys, weight_version=version, payload=payload)
-        self._changed()
         return True
 
     def abort(self, group_id: str, reason: str = "aborted") -> Discarded | None:
@@ -157,7 +155,6 @@ class ReplayBuffer:
         if entry is None:
             return None
         self._gone[group_id] = "discarded"
-        self._changed()
         return Discarded(group_id, entry.rollout_ids, entry.train_keys, reason)
 
     def take(self, count: int, current_version: int) -> list[Entry]:
@@ -179,7 +176,6 @@ class ReplayBuffer:
         for entry in chosen:
             del self._entries[entry.group_id]
             self._gone[entry.group_id] = "consumed"
-        self._changed()
         return chosen
 
     def drain_evicted(self) -> list[Discarded]:
@@ -198,33 +194,3 @@ class ReplayBuffer:
                 f"ready groups of the buffer, each once, and none of them given up"
             )
         return selection
-
-    # waiting, for coroutines of the same loop
-
-    async def room(self) -> None:
-        """Return when a group may be reserved; the caller reserves before its next await."""
-        while self.free < 1:
-            await self._change()
-
-    async def taken(self, count: int, version: Callable[[], int], evicted: Callable[[Discarded], None]) -> list[Entry]:
-        """Wait until `take(count, version())` gives `count` groups; every group evicted meanwhile goes to `evicted`."""
-        while True:
-            taken = self.take(count, version())
-            for gone in self.drain_evicted():
-                evicted(gone)
-            if taken:
-                return taken
-            await self._change()
-
-    def _changed(self) -> None:
-        for future in self._waiting:
-            if not future.done():
-                future.set_result(None)
-
-    async def _change(self) -> None:
-        future = asyncio.get_running_loop().create_future()
-        self._waiting.add(future)
-        try:
-            await future
-        finally:
-            self._waiting.discard(future)
