@@ -2,24 +2,32 @@
 
 In: a token frame (or a run and a rollout id) and a vocabulary. Out: text in which every id is its own span (special
 tokens visible, split characters joined, what the policy sampled underlined), and a ribbon of the whole row: roles by
-call, the sampler's log-prob, the trainer's difference. At most `max_tokens` ids are written out; the rest is counted.
-Not here: the chain that the calls form (prefix_chain), a live, scrolling view.
+call, the sampler's log-prob, the trainer's difference. The live view scrolls through the whole row; the snapshot writes
+out at most `max_tokens` ids and counts the rest. Not here: the chain that the calls form (prefix_chain), how the
+live view packs a row (strip_columns).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import polars as pl
 from matplotlib.figure import Figure
 
 from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
+from workbench.inspect.custody import Custody, custody_of, rollout_row
 from workbench.inspect.ids import short_id
-from workbench.inspect.snapshot import StaticView
+from workbench.inspect.routes import route_spans
+from workbench.inspect.snapshot import LiveView
+from workbench.inspect.strip_columns import strip_columns
 from workbench.inspect.style import CARRY, MUTED, SAMPLED, TRAINED, panels, say_nothing_to_show
 from workbench.inspect.text import Piece, pieces_of
 from workbench.runs.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from workbench.inspect.live.strip import StripWidget
 
 _SPECIAL = "border:1px solid rgba(128,128,128,.7);border-radius:3px;padding:0 2px;font-size:11px;opacity:.85"
 _BYTES = "background:rgba(138,28,74,.18);border-radius:2px"
@@ -36,11 +44,12 @@ _RIBBON = 1_200
 _CALL = "display:block;font-size:10.5px;opacity:.6;line-height:1.3;margin-top:6px"
 
 
-class TokenStrip(StaticView):
-    """The tokens of one rollout.
+class TokenStrip(LiveView):
+    """The tokens of one rollout, or of the path from its root to `call_id`.
 
     `source` is a run (anything with `.tokens()` and `.vocabulary()`) or a token frame, which then needs a
-    `vocabulary` to be shown as text; without one the ids themselves are shown.
+    `vocabulary` to be shown as text; without one the ids themselves are shown. Raises RunStoreError for an unknown
+    rollout, for one without staged tokens, and for a ledger, which holds none.
     """
 
     def __init__(
@@ -66,6 +75,8 @@ class TokenStrip(StaticView):
                     vocabulary = None
         self.rollout_id: str = self.tokens["rollout_id"][0] if self.tokens.height else str(rollout_id)
         self.vocabulary = vocabulary
+        self.custody = _custody(source, self.rollout_id)
+        self.routes = route_spans(source, self.rollout_id, self.tokens)
         self.start = max(0, min(start, max(0, self.tokens.height - 1)))
         self.stop = min(self.tokens.height, self.start + max_tokens)
 
@@ -80,6 +91,20 @@ class TokenStrip(StaticView):
         if known_T.size:
             parts.append(f"mean |Δ| {abs(known_T).mean():.4f} nat")
         return " · ".join(parts)
+
+    def first_of(self, call_id: str) -> int:
+        """Position of the first token that `call_id` added; 0 where it added none."""
+        found = self.tokens["model_call_id"].index_of(call_id)
+        return 0 if found is None else found
+
+    def columns(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Words and columns of the live view (see `strip_columns`)."""
+        return strip_columns(self.tokens, self.vocabulary, routes=self.routes)
+
+    def make_live(self, fallbacks: int) -> StripWidget:
+        from workbench.inspect.live.strip import StripWidget
+
+        return StripWidget.of(self, fallbacks=fallbacks)
 
     def draw(self) -> Figure:
         figure, (roles, likely, delta) = panels(2.5, rows=3, height_ratios=[0.34, 1, 1])
@@ -122,6 +147,8 @@ class TokenStrip(StaticView):
 
     def html(self) -> str:
         parts = [markup.line(self.sentence(), strong=True)]
+        if self.custody.state != "unknown":
+            parts.append(markup.line(f"Custody: {self.custody.sentence()}"))
         if self.vocabulary is None:
             parts.append(markup.line("No vocabulary at hand: ids are shown, not text.", muted=True))
         parts.append(f'<div style="{_BODY}">{self._body()}</div>')
@@ -160,6 +187,13 @@ class TokenStrip(StaticView):
                 last_call = call
             out.append(_span(piece, sampled=bool(sampled[piece.start])))
         return "".join(out)
+
+
+def _custody(source: Any, rollout_id: str) -> Custody:
+    if isinstance(source, pl.DataFrame):
+        return custody_of(None, None, from_run=False)
+    calls = source.calls.filter(pl.col("rollout_id") == rollout_id)
+    return custody_of(rollout_row(source, rollout_id), calls)
 
 
 def _ribbon(tokens: pl.DataFrame) -> pl.DataFrame:
