@@ -155,11 +155,12 @@ def test_choosing_a_call_opens_its_tokens(run):
     live = chain.live
     assert live.tokens.block == b"" and "choose a call" in live.tokens.missing
     second = chain.calls.filter(pl.col("relation") == "trained")["model_call_id"][1]
-    live.chain.selected = second
-    _, columns = unpack(live.tokens.block)
-    expected = run.tokens("stored.0.1.0", second)
-    assert columns["ids"][columns["slot"]].tolist() == expected["token_id"].to_list()
-    assert live.tokens.at == expected["model_call_id"].index_of(second) > 0
+    retry = chain.calls.filter(pl.col("relation") == "retry")["model_call_id"][0]
+    for call_id, expected in ((second, run.tokens("stored.0.1.0")), (retry, run.tokens("stored.0.1.0", retry))):
+        live.chain.selected = call_id
+        _, columns = unpack(live.tokens.block)
+        assert columns["ids"][columns["slot"]].tolist() == expected["token_id"].to_list()
+        assert live.tokens.at == expected["model_call_id"].index_of(call_id) > 0
 
 
 def test_a_call_without_tokens_says_why(run):
@@ -192,7 +193,7 @@ def test_custody_is_said_with_cause_call_position_and_digest(run):
 
 
 def test_modules_are_whole_and_their_names_do_not_collide():
-    for entry in ("strip.js", "chain.js"):
+    for entry in ("strip.js", "chain.js", "diff.js"):
         text = module(entry)
         assert "import " not in re.sub(r"//.*", "", text) and text.count("export default") == 1
         names = re.findall(r"^(?:async )?(?:function|class|const|let) ([A-Za-z_]\w*)", text, re.MULTILINE)

@@ -1,7 +1,7 @@
 """Inspect: look at a run, a rollout or a foreign ledger in a notebook, with a kernel or without.
 
 Inspectors take a run (or its frames) and give objects that show themselves: `PrefixChain`, `TokenStrip`, `PoisonTable`,
-`LogprobDelta`, `CaptureRate`, `RewardCurve`. `snapshot()` is a picture and a text without script, `live` a widget over
+`LogprobDelta`, `RowDiff`, `CaptureRate`, `RewardCurve`. `snapshot()` is a picture and a text without script, `live` a widget over
 the same object; `set_mode` says which of them a notebook shows.
 """
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from workbench.inspect.figures import CaptureRate, RewardCurve
     from workbench.inspect.logprobs import LogprobDelta
     from workbench.inspect.prefix_chain import PrefixChain
+    from workbench.inspect.row_diff import RowDiff
     from workbench.inspect.snapshot import Snapshot
     from workbench.inspect.tables import PoisonTable
     from workbench.inspect.token_strip import TokenStrip
@@ -26,6 +27,7 @@ __all__ = [
     "PoisonTable",
     "PrefixChain",
     "RewardCurve",
+    "RowDiff",
     "Snapshot",
     "TokenStrip",
     "display_mode",
@@ -39,6 +41,7 @@ _HOMES = {
     "PoisonTable": "tables",
     "PrefixChain": "prefix_chain",
     "RewardCurve": "figures",
+    "RowDiff": "row_diff",
     "Snapshot": "snapshot",
     "TokenStrip": "token_strip",
     "telling_rollout": "choose",

@@ -124,6 +124,10 @@ class PrefixChain(LiveView):
         drawn = self.places[: self.max_calls]
         return draw_chain(self._rows, drawn, total=len(self.places), chain_name=self.chain_name())
 
+    def is_on_chain(self, call_id: str) -> bool:
+        """Whether a call is on the terminal chain."""
+        return any(row["model_call_id"] == call_id and row["relation"] == "trained" for row in self._rows)
+
     def columns(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Words and columns of the live view: every call, in drawing order (see `chain_columns`)."""
         return chain_columns(self._rows, self.places, why)

@@ -35,6 +35,7 @@ _SAMPLED = (
     f"text-decoration-color:{SAMPLED};text-decoration-thickness:2px;text-underline-offset:3px;"
     "background:rgba(232,135,43,.13)"
 )
+_MARKED = "border:3px double #8a1c4a;border-radius:3px;padding:0 2px"
 _BODY = (
     "font-family:ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace;font-size:12.5px;line-height:1.9;"
     "white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid rgba(128,128,128,.35);border-radius:6px;"
@@ -151,7 +152,7 @@ class TokenStrip(LiveView):
             parts.append(markup.line(f"Custody: {self.custody.sentence()}"))
         if self.vocabulary is None:
             parts.append(markup.line("No vocabulary at hand: ids are shown, not text.", muted=True))
-        parts.append(f'<div style="{_BODY}">{self._body()}</div>')
+        parts.append(self.text_block())
         legend = (
             "Underlined: sampled by the policy (mask 1). Boxed: special tokens. ⟨E2 96⟩: bytes that are no character."
         )
@@ -166,7 +167,11 @@ class TokenStrip(LiveView):
             )
         return markup.block(*parts)
 
-    def _body(self) -> str:
+    def text_block(self, mark: int | None = None) -> str:
+        """The tokens from `start` to `stop` as a block of text; `mark` is a position to be boxed."""
+        return f'<div style="{_BODY}">{self._body(mark)}</div>'
+
+    def _body(self, mark: int | None) -> str:
         shown = self.tokens.slice(self.start, self.stop - self.start)
         ids = shown["token_id"].to_list()
         if self.vocabulary is None:
@@ -185,7 +190,8 @@ class TokenStrip(LiveView):
                 version = "" if versions[piece.start] is None else f" · weights v{versions[piece.start]}"
                 out.append(f'<span style="{_CALL}">call {order[call]} · {markup.escape(name)}{version}</span>')
                 last_call = call
-            out.append(_span(piece, sampled=bool(sampled[piece.start])))
+            here = mark is not None and piece.start <= mark - self.start < piece.stop
+            out.append(_span(piece, sampled=bool(sampled[piece.start]), marked=here))
         return "".join(out)
 
 
@@ -219,10 +225,12 @@ def _ribbon(tokens: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _span(piece: Piece, *, sampled: bool) -> str:
+def _span(piece: Piece, *, sampled: bool, marked: bool = False) -> str:
     text = markup.escape(piece.shown)
     style = _SPECIAL if piece.kind == "special" else _BYTES if piece.kind == "bytes" else ""
     body = f'<code style="{style}">{text}</code>' if style else text
     if sampled:
         body = f'<u style="{_SAMPLED}">{body}</u>'
+    if marked:
+        body = f'<b style="{_MARKED}">{body}</b>'
     return body + ("\n" if piece.breaks else "")

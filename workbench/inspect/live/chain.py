@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 import traitlets as t
@@ -59,12 +59,18 @@ class ChainAndTokens(ipywidgets.VBox):
             self.tokens.show_nothing(heading, "this chain was made from a frame of calls, which holds no tokens")
             return
         try:
-            strip = TokenStrip(source, self._model.rollout_id, call_id=call_id)
+            strip = self._strip(source, call_id)
         except WorkbenchError as error:
             self.tokens.show_nothing(heading, str(error))
             return
         strip.start = strip.first_of(call_id)
         self.tokens.show(strip)
+
+    def _strip(self, source: Any, call_id: str) -> TokenStrip:
+        """The trained row where the call is on it (the trainer's numbers are there), else the path to the call."""
+        if self._model.custody.state == "verified" and self._model.is_on_chain(call_id):
+            return TokenStrip(source, self._model.rollout_id)
+        return TokenStrip(source, self._model.rollout_id, call_id=call_id)
 
     def __repr__(self) -> str:
         return repr(self.chain)

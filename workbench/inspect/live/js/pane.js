@@ -137,7 +137,7 @@ export class Pane {
       const wide = group ? shownWidth(group.text) : widths[tokens.slot[i]];
       if (used && used + wide > columns) { push(start, -1); start = i; used = 0; }
       used += wide;
-      const breaks = !group && tokens.breaks(i);
+      const breaks = !group && tokens.endsLine(i);
       i = group ? group.stop : i + 1;
       if (breaks) { push(start, -1); start = i; used = 0; }
     }

@@ -48,7 +48,7 @@ export class Tokens {
 
   id(i) { return this.columns.ids[this.slot[i]]; }
   sampled(i) { return (this.flags[i] & SAMPLED) === 1; }
-  breaks(i) { return this.breaking.has(this.slot[i]); }
+  endsLine(i) { return this.breaking.has(this.slot[i]); }
   call(i) { return spanAt(this.calls, i); }
   role(i) { const at = spanAt(this.roles, i); return at < 0 ? 0 : this.roles[at][1]; }
 
