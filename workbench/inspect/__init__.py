@@ -1,8 +1,8 @@
 """Inspect: look at a run, a rollout or a foreign ledger in a notebook, with a kernel or without.
 
 Inspectors take a run (or its frames) and give objects that show themselves: `PrefixChain`, `TokenStrip`, `PoisonTable`,
-`LogprobDelta`, `RowDiff`, `CaptureRate`, `RewardCurve`. `snapshot()` is a picture and a text without script, `live` a widget over
-the same object; `set_mode` says which of them a notebook shows.
+`LogprobDelta`, `RowDiff`, `CaptureRate`, `RewardCurve`. `snapshot()` is a picture and a text without script, `live` a
+widget over the same object; `set_mode` says which of them a notebook shows.
 """
 
 from __future__ import annotations
