@@ -41,6 +41,11 @@ class Model(Section):
     """Number type of the engine's weights. float32 is for exactness tests: a third slower at best."""
     max_model_len: Annotated[int, Field(ge=64)] = 1024
     """Context window in tokens, prompt and answer together."""
+    tool_call_parser: str | None = None
+    """vLLM's parser that reads tool calls out of this model's text (`hermes`, `qwen3_xml`, …). null serves what the
+    model says as text, unless an agent asks for `tool_choice="required"` or for one tool."""
+    reasoning_parser: str | None = None
+    """vLLM's parser that takes reasoning out of this model's text (`qwen3`, `deepseek_r1`, …). null leaves it in."""
 
 
 class TokenCapture(Section):
@@ -163,6 +168,15 @@ class Advantage(Section):
     """The estimator's own settings, such as `baseline: leave_one_out`."""
 
 
+class Sampler(Section):
+    name: str = "in_order"
+    """Which finished groups the next step takes. `in_order`: as they were started, so that a run is repeatable;
+    `weight_fifo`: whatever is ready, oldest weights first; `windowed`: that, and groups that lag more than
+    `train.max_staleness` versions behind are evicted and replaced; `package.module:Class`: one of your own."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """The sampler's own settings, such as `max_staleness: 0` of `windowed`."""
+
+
 class Train(Section):
     steps: Positive = 6
     """Optimiser steps; the weight version after the last one is this number."""
@@ -191,6 +205,11 @@ class Train(Section):
     """The ratio is clipped above 1 + this."""
     advantage: Advantage = Field(default_factory=Advantage)
     """How rewards become advantages."""
+    sampler: Sampler = Field(default_factory=Sampler)
+    """Which of the finished groups the next step takes."""
+    buffer_groups: Positive | None = None
+    """Groups that may be sampled or wait for the trainer at once; further ones wait for room. At least what the sampler
+    needs to fill a step. null: room for the step being trained, the next one, and each that may run ahead."""
     timeout_s: Seconds = 600.0
     """How long one optimiser step may take."""
     sync_timeout_s: Seconds = 120.0

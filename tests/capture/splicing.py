@@ -9,9 +9,9 @@ from typing import Any
 from capture.templates import tokenizer
 
 from workbench.capture.prefix import PrefixStore
-from workbench.capture.scripted import ChatParams, ScriptedRenderer
 from workbench.capture.splice import Splicer
 from workbench.capture.transport import TaggedCall, current_call
+from workbench.serving.scripted import ChatParams, ScriptedRenderer
 from workbench.wire import CaptureAdmission
 
 
