@@ -161,7 +161,7 @@ TURN: Turn = {
 @example(system=None, question="where?", turns=[TURN])  # a tail that begins with plain text, cut by length
 @example(system=None, question="where?", turns=[{**TURN, "calls": [{"query": "Rome"}], "ended": True}])
 @example(system="s", question="\U0001f30d?", turns=[{**TURN, "text": "\U0001f30d", "canonical": False, "cut": 2}, TURN])
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     system=st.none() | texts,
     question=texts,

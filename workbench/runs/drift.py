@@ -37,8 +37,8 @@ def drift_frame(run: Any, rollout_id: str | None = None, limit: int = 200) -> pl
     """One row an unresolved call of `run` (or of one of its rollouts), in the calls' order; tokens for the first
     `limit` of them.
 
-    `token_position` counts from the root of the path to `near_call_id` (as `run.tokens(rollout_id, near_call_id)`
-    does), `token_call_id` is the call whose delta holds it. The three are null where the deltas or the vocabulary are not
+    `token_position` counts from the root of the path to `near_call_id`, as `run.tokens(rollout_id, near_call_id)` does;
+    `token_call_id` is the call whose delta holds it. The three are null where the deltas or the vocabulary are not
     there, or the recorded text is not found once among the tokens.
     """
     calls: pl.DataFrame = run.calls.filter(pl.col("near_call_id").is_not_null() | (pl.col("relation") == "unresolved"))
@@ -55,6 +55,21 @@ def drift_frame(run: Any, rollout_id: str | None = None, limit: int = 200) -> pl
             row |= _first_token(run, call, vocabulary)
         rows.append(row)
     return pl.DataFrame(rows, schema=_COLUMNS)
+
+
+def sentences(drift: pl.DataFrame) -> list[str]:
+    """One sentence a row of `drift_frame`, for a terminal."""
+    told = []
+    for row in drift.iter_rows(named=True):
+        words = f"call {row['model_call_id']} is unresolved ({row['cause']})"
+        if row["near_call_id"] is not None:
+            words += f": it nearly continues call {row['near_call_id']}"
+        if row["drift"] is not None:
+            words += f"; {row['drift']}"
+        if row["token_position"] is not None:
+            words += f"; first token {row['token_position']} (id {row['token_id']}) of the path to that call"
+        told.append(words)
+    return told
 
 
 def _first_token(run: Any, call: dict[str, Any], vocabulary: Vocabulary) -> dict[str, Any]:
