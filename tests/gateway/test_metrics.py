@@ -85,7 +85,7 @@ async def test_refusals_by_their_code(stack: Stack) -> None:
 async def test_calls_under_way_repetitions_and_late_rows(stack: Stack) -> None:
     before, store = await numbers(stack), stack.gateway.custodian.store
     asked = asyncio.create_task(ask(stack, "slow.numbers"))
-    await until(lambda: stack.worker.board.live_calls, "the call is under way")
+    await until(lambda: stack.worker.capture.board.live_calls, "the call is under way")
     assert (await moved(stack, before))["live_calls"] == 1
     url = f"{stack.url}/ng-rollout/slow.numbers/v1/chat/completions"
     retry = {"x-stainless-retry-count": "1"}

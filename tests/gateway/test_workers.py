@@ -139,7 +139,7 @@ async def test_a_named_response_is_known_to_every_process(shared: Shared) -> Non
 async def test_a_dead_process_is_noticed_and_its_call_gets_its_row_from_another(stack: Stack, shared: Shared) -> None:
     """The last test of this module: one process is gone afterwards."""
     asked = asyncio.create_task(shared.post("held"))
-    await until(lambda: stack.worker.board.live_calls, "the call is under way")
+    await until(lambda: stack.worker.capture.board.live_calls, "the call is under way")
     (begun,) = shared.steps("held", "begun")
     pid = int((shared.ledger / f"{begun['gateway']}.gateway").read_text())
     assert pid in shared.process.pids
