@@ -59,7 +59,7 @@ class TrainPump:
             with state.watch.doing(f"step {step}", "checkpoint"):
                 saved = await within(saving, recipe.train.timeout_s, "the trainer", f"the checkpoint of step {step}")
             state.watch.moved()
-            state.writer.event("checkpoint", step=step, **saved)
+            state.writer.event("checkpoint", step=step, seconds=saved["seconds"])
 
     def _record(
         self, step: int, taken: list[Entry], measured: dict[str, Any], *, waited_s: float, trained_s: float
