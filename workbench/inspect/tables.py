@@ -2,8 +2,8 @@
 
 `PoisonTable`: every cause by count and share over steps, its explanation, an example with call and token position, and
 below it the calls that were not captured at all, with what differs in those that continued no recorded call.
-Invariant: the counts add up to the rejected rollouts; a cause that is not in the vocabulary is shown under its own name,
-not dropped.
+Invariant: the counts add up to the rejected rollouts; a cause that is not in the vocabulary is shown under its own
+name, not dropped.
 """
 
 from __future__ import annotations
