@@ -53,7 +53,7 @@ def store_group(run_dir: Path, rows: Sequence[TrainRow]) -> None:
         GroupRow(
             rollout_id=r.rollout_id, group_id=group_id, index=r.index, reward=r.reward, reward_components={},
             sample_mask=int(r.sample_mask), prompt_len=1, model_call_ids=[], weight_versions=[],
-            weight_version_spans=[], link_spans=[], cause=None, token_ids=r.token_ids.astype(np.uint64),
+            weight_version_spans=[], link_spans=[], sampling=[], cause=None, token_ids=r.token_ids.astype(np.uint64),
             token_mask=r.token_mask.astype(np.uint8), logprobs=r.logprobs,
         )
         for r in rows
