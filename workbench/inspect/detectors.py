@@ -89,4 +89,3 @@ def _truncated(s: np.ndarray, t: np.ndarray) -> Finding:
 
 def _too_few(name: str, count: int) -> Finding:
     return Finding(name, "unknown", f"cannot be told from {count:,} tokens (at least {FEWEST} that are not certain)")
-
