@@ -58,7 +58,7 @@ def _tiles(
         _tile(unit, None if rate is None else f"{rate:,.1f}", NO_STEP),
         _tile("token_in_rate after roots", _number(last.get("token_in_rate_after_roots"), ".3f"), NO_STEP),
         _tile("reward, last step", _number(last.get("reward_mean"), ".3f"), NO_STEP),
-        _tile("staleness, last step", _number(last.get("staleness_max"), ",d", " versions"), NO_STEP),
+        _tile("staleness (versions), last step", _number(last.get("staleness_max"), ",d"), NO_STEP),
         _tile("rollouts valid", f"{campaign['valid_rollouts']:,} of {campaign['rollouts']:,}", ""),
         _tile("groups finalised", f"{groups.height:,}", ""),
         _tile("weight version", _number(campaign["weight_version"], ",d"), NO_STEP),
@@ -69,8 +69,8 @@ def _tile(label: str, value: str | None, why: str) -> dict[str, Any]:
     return {"label": label, "value": value, "why": None if value is not None else why}
 
 
-def _number(value: Any, spec: str, unit: str = "") -> str | None:
-    return None if value is None else format(value, spec) + unit
+def _number(value: Any, spec: str) -> str | None:
+    return None if value is None else format(value, spec)
 
 
 def _in_flight(events: pl.DataFrame, groups: pl.DataFrame, now: float) -> list[dict[str, Any]]:

@@ -124,6 +124,10 @@ class PrefixChain(LiveView):
     def draw(self) -> Figure:
         return draw_chain(self._rows, self._drawn(), total=len(self.places), chain_name=self.chain_name())
 
+    def _why(self, row: dict[str, Any]) -> str:
+        """`why`, with the terminal chain called trained only where it was."""
+        return f"on the {self.chain_name()}" if row["relation"] == "trained" else why(row)
+
     def _drawn(self) -> list[Place]:
         """The calls of the picture: at most `max_calls`, on at most `_MOST_TRACKS` tracks, so that it stays a page."""
         tracks: set[tuple[int, int]] = set()
@@ -141,7 +145,7 @@ class PrefixChain(LiveView):
 
     def columns(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Words and columns of the live view: every call, in drawing order (see `chain_columns`)."""
-        return chain_columns(self._rows, self.places, why)
+        return chain_columns(self._rows, self.places, self._why)
 
     def make_live(self, fallbacks: int) -> ChainAndTokens:
         from workbench.inspect.live.chain import ChainAndTokens
@@ -163,7 +167,7 @@ class PrefixChain(LiveView):
                 None if row["weight_version"] is None else f"v{row['weight_version']}",
                 row["finish_reason"],
                 (row["digest"] or "")[:8],
-                why(row),
+                self._why(row),
             ]
             lines.append(" · ".join(part for part in parts if part))
         if len(self.places) > self.max_rows:
@@ -213,7 +217,7 @@ class PrefixChain(LiveView):
             cell(row["weight_version"], right=True),
             cell(row["finish_reason"]),
             cell((row["digest"] or "")[:8] or None),
-            cell(why(row)),
+            cell(self._why(row)),
         ]
 
 

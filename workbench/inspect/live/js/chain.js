@@ -66,8 +66,7 @@ class Chain {
   amounts(i) {
     const delta = this.number("delta_len", i), sampled = this.number("sampled_tokens", i);
     if (delta === null) return "no tokens recorded";
-    const all = `${this.number("cum_len", i).toLocaleString("en-US")} in all`;
-    if (sampled === null) return `+${delta.toLocaleString("en-US")} tokens, ${all}`;
+    if (sampled === null) return `+${delta.toLocaleString("en-US")} tokens`;
     return `+${(delta - sampled).toLocaleString("en-US")} carry +${sampled.toLocaleString("en-US")} sampled`;
   }
 
@@ -205,8 +204,9 @@ function buildChain(shell) {
   function amount(i) {
     const delta = chain.number("delta_len", i) ?? 0, sampled = chain.number("sampled_tokens", i);
     const bar = h("div", { class: "wb-amount" });
+    if (sampled === null) return h("div", { class: "wb-amount" }, h("span", { style: `background:var(--wb-muted);width:${(100 * delta) / chain.scale}%` }));
     const part = (look, size) => h("span", { class: look, style: `width:${(100 * size) / chain.scale}%` });
-    bar.append(part("c", delta - (sampled ?? 0)), part("g", sampled ?? 0));
+    bar.append(part("c", delta - sampled), part("g", sampled));
     return bar;
   }
 
