@@ -19,7 +19,7 @@ from workbench.campaign.kernel import OwnKernel
 from workbench.places import shipped
 
 HERE = Path(__file__).resolve().parent
-NOTEBOOKS = ("00_start_here.ipynb", "10_campaign.ipynb")
+NOTEBOOKS = tuple(sorted(path.name for path in shipped("notebooks").glob("*.ipynb")))
 CHECKED = "nbval-check-output"
 
 
