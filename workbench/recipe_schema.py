@@ -41,6 +41,11 @@ class Model(Section):
     """Number type of the engine's weights. float32 is for exactness tests: a third slower at best."""
     max_model_len: Annotated[int, Field(ge=64)] = 1024
     """Context window in tokens, prompt and answer together."""
+    tool_call_parser: str | None = None
+    """vLLM's parser that reads tool calls out of this model's text (`hermes`, `qwen3_xml`, …). null serves what the
+    model says as text, unless an agent asks for `tool_choice="required"` or for one tool."""
+    reasoning_parser: str | None = None
+    """vLLM's parser that takes reasoning out of this model's text (`qwen3`, `deepseek_r1`, …). null leaves it in."""
 
 
 class TokenCapture(Section):

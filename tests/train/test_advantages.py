@@ -12,11 +12,17 @@ from workbench.train import advantages
 from workbench.train.estimators import ESTIMATORS
 
 CHOICES = [(name, {}) for name in ESTIMATORS] + [
-    ("grpo", {"baseline": baseline, "normalize_std": normalize})
-    for baseline in ("leave_one_out", "mean")
-    for normalize in (False, True)
+    *(
+        ("grpo", {"baseline": baseline, "normalize_std": normalize})
+        for baseline in ("leave_one_out", "mean")
+        for normalize in (False, True)
+    ),
+    ("gdpo", {"weights": [2.0], "normalize_batch": False}),
 ]
 every_estimator = pytest.mark.parametrize(("name", "options"), CHOICES, ids=str)
+group_centred = pytest.mark.parametrize(
+    ("name", "options"), [choice for choice in CHOICES if ESTIMATORS[choice[0]].group_centred], ids=str
+)
 
 
 @st.composite
@@ -50,8 +56,36 @@ def test_rloo_and_dr_grpo_values():
     np.testing.assert_allclose(advantages("dr_grpo", rewards, groups, valid), [0.5, -0.5, 0.0, 0.0], atol=1e-12)
 
 
+def test_reinforce_plus_plus_values():
+    rewards, groups, valid = [1.0, 0.0, 3.0, 2.0, 99.0], ["a", "a", "b", "b", "b"], [1, 1, 1, 1, 0]
+    plain = advantages("reinforce_plus_plus", rewards, groups, valid)
+    np.testing.assert_allclose(plain, np.array([-0.5, -1.5, 1.5, 0.5, 0.0]) / np.std([0, 1, 2, 3]), rtol=1e-12)
+    baseline = advantages("reinforce_plus_plus-baseline", rewards, groups, valid)
+    np.testing.assert_allclose(baseline, [1, -1, 1, -1, 0], rtol=1e-12)
+
+
+def test_gdpo_keeps_apart_what_a_sum_would_merge():
+    # The sums are 1, 1, 10, 0, so grpo sees the first two as equal; the second reward spreads ten times as far.
+    rewards = np.array([[1.0, 0.0], [0.0, 1.0], [0.0, 10.0], [0.0, 0.0], [np.nan, np.inf]])
+    groups, valid = ["g"] * 5, [1, 1, 1, 1, 0]
+    got = advantages("gdpo", rewards, groups, valid, normalize_batch=False)
+    scaled = [(column - column.mean()) / column.std(ddof=1) for column in rewards[:4].T]
+    np.testing.assert_allclose(got, [*(scaled[0] + scaled[1]), 0.0], rtol=1e-12)
+    assert got[0] > got[1]
+    normalised = advantages("gdpo", rewards, groups, valid)
+    np.testing.assert_allclose(normalised, got / got[:4].std(), rtol=1e-12)
+    weighted = advantages("gdpo", rewards, groups, valid, weights={"form": 1.0, "near": 0.0}, normalize_batch=False)
+    np.testing.assert_allclose(weighted[:4], scaled[0], rtol=1e-12)
+
+
+def test_a_reward_of_gdpo_that_is_equal_in_a_group_contributes_nothing():
+    rewards = np.array([[1.0, 0.95], [0.0, 0.95 + 1e-8]])
+    both = advantages("gdpo", rewards, ["g", "g"], [1, 1], normalize_batch=False)
+    np.testing.assert_array_equal(both, advantages("gdpo", rewards[:, 0], ["g", "g"], [1, 1], normalize_batch=False))
+
+
 @every_estimator
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(batch=batches(), other=st.sampled_from([0.0, 1000.0, -1e30, float("nan"), float("inf")]))
 def test_a_placeholders_reward_changes_nothing(name, options, batch, other):
     rewards, groups, valid = batch
@@ -74,7 +108,7 @@ def test_rewards_that_differ_by_more_than_noise_count(name, options):
     assert advantages(name, [1.0, 1.0 + 1e-4], ["g", "g"], [1, 1], **options)[1] > 0
 
 
-@every_estimator
+@group_centred
 def test_groups_are_told_apart_by_id_not_by_prompt(name, options):
     got = advantages(name, [0.0, 0.0, 1.0, 1.0], ["g0", "g0", "g1", "g1"], [1, 1, 1, 1], **options)
     np.testing.assert_array_equal(got, np.zeros(4))
@@ -87,7 +121,7 @@ def test_a_group_of_placeholders_or_a_single_row_has_no_advantage(name, options)
 
 
 @every_estimator
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(batch=batches(), seed=st.integers(0, 2**16))
 def test_order_of_rows_does_not_matter(name, options, batch, seed):
     rewards, groups, valid = batch
@@ -97,13 +131,14 @@ def test_order_of_rows_does_not_matter(name, options, batch, seed):
 
 
 @every_estimator
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(batch=batches())
-def test_a_better_rollout_has_no_smaller_advantage_and_the_group_sums_to_zero(name, options, batch):
+def test_a_better_rollout_has_no_smaller_advantage_and_what_is_compared_sums_to_zero(name, options, batch):
     rewards, groups, valid = batch
     got = advantages(name, rewards, groups, valid, **options)
-    for group in set(groups):
-        rows = np.array([g == group for g in groups]) & valid
+    compared = groups if ESTIMATORS[name].group_centred else ["batch"] * len(groups)
+    for group in set(compared):
+        rows = np.array([g == group for g in compared]) & valid
         assert abs(got[rows].sum()) < 1e-6 * max(1.0, np.abs(got[rows]).sum())
         ranked = got[rows][np.argsort(rewards[rows])]
         assert (np.diff(ranked) >= -1e-9).all()  # ties and rewards closer than rounding may come either way
@@ -112,8 +147,11 @@ def test_a_better_rollout_has_no_smaller_advantage_and_the_group_sums_to_zero(na
 @pytest.mark.parametrize(
     ("name", "rewards", "valid", "options", "says"),
     [
-        ("grpp", [0, 1], [1, 1], {}, "dr_grpo, grpo, rloo"),
-        ("grpo", [0, 1], [1, 1], {"basline": "mean"}, "baseline, normalize_std"),
+        ("grpp", [0, 1], [1, 1], {}, "did you mean grpo.*dr_grpo, gdpo, grpo"),
+        ("grpo", [0, 1], [1, 1], {"basline": "mean"}, "did you mean baseline.*baseline, normalize_std"),
+        ("gdpo", [0, 1], [1, 1], {"weights": [1, 2]}, "2 weights for 1 rewards"),
+        ("gdpo", [0, 1], [1, 1], {"weights": {"form": float("nan")}}, "finite numbers"),
+        ("grpo", [[0, 1], [1, 0]], [1, 1], {}, "one length"),
         ("grpo", [0, 1], [1, 1], {"baseline": "median"}, "leave_one_out or mean"),
         ("grpo", [0, 1, 2], [1, 1], {}, "one length"),
         ("grpo", [0, float("nan")], [1, 1], {}, "must be a placeholder"),

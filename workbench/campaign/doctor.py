@@ -7,6 +7,7 @@ asked of other processes where importing would be slow or could break this one.
 
 from __future__ import annotations
 
+import difflib
 import errno
 import importlib.util
 import os
@@ -44,21 +45,23 @@ def examine(recipe: Recipe | None = None) -> Iterator[Finding]:
     yield engine_platform()
 
 
-def before_a_run(recipe: Recipe) -> Iterator[Finding]:
-    """What would end this recipe minutes after its start, found in milliseconds."""
+def before_a_run(recipe: Recipe, *, training: bool = True) -> Iterator[Finding]:
+    """What would end this recipe minutes after its start, found in milliseconds. Serving it needs no `training`."""
     yield machine.place(sys.prefix)
-    yield capture(recipe)
-    yield logical_cpus(recipe)
+    yield capture(recipe, training=training)
+    yield logical_cpus(recipe, training=training)
+    yield from parsers(recipe)
     yield port("gateway.port", recipe.gateway.host, recipe.gateway.port)
     yield port("engine.port", "127.0.0.1", recipe.engine.port)
     yield model(recipe)
 
 
-def capture(recipe: Recipe) -> Finding:
+def capture(recipe: Recipe, *, training: bool = True) -> Finding:
     """A campaign trains on captured tokens of a model that can be scored; neither can be left out of one."""
     if not recipe.token_capture.enabled:
-        return Finding("token_capture.enabled", "false", "a campaign has nothing to train on then; set it to true")
-    if recipe.engine.kind == "scripted":
+        why = "a campaign has nothing to train on then" if training else "there is nothing to serve it for then"
+        return Finding("token_capture.enabled", "false", f"{why}; set it to true")
+    if training and recipe.engine.kind == "scripted":
         return Finding("engine.kind", "scripted", "it has no weights to train and prove; set engine.kind=vllm")
     return Finding("token capture", "on")
 
@@ -77,15 +80,32 @@ def temporary_directory() -> Finding:
     return Finding("tmpdir", place)
 
 
-def logical_cpus(recipe: Recipe) -> Finding:
+def logical_cpus(recipe: Recipe, *, training: bool = True) -> Finding:
     """Ray's slots against the actors that take one: storage units, their controller, finalizers, engine, trainer."""
     if recipe.ray.address != "local":
         return Finding("logical CPUs", f"those of the Ray cluster at {recipe.ray.address}")
-    needed = recipe.data_plane.storage_units + 1 + recipe.finalizer.actors + 2
+    needed = recipe.data_plane.storage_units + 1 + recipe.finalizer.actors + 1 + training
     found = f"ray.num_cpus {recipe.ray.num_cpus}, {needed} actors"
     if recipe.ray.num_cpus < needed:
         return Finding("logical CPUs", found, f"set ray.num_cpus={needed}; they are slots, not processors")
     return Finding("logical CPUs", found)
+
+
+def parsers(recipe: Recipe) -> Iterator[Finding]:
+    """The parsers that the recipe names, against those that the installed engine offers."""
+    from workbench.capture.parsers import offered
+
+    for kind in ("tool_call_parser", "reasoning_parser"):
+        name = getattr(recipe.model, kind)
+        if name is None:
+            continue
+        names = offered(kind)
+        if names is not None and name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            yield Finding(f"model.{kind}", f"no {name!r}", f"{hint}the engine has {', '.join(names)}")
+        else:
+            yield Finding(f"model.{kind}", name)
 
 
 def model(recipe: Recipe) -> Finding:

@@ -1,6 +1,7 @@
 """Fleet: start every part of a campaign in order, and leave nothing running when it ends.
 
     Ray → TransferQueue → policy worker ∥ trainer ∥ finalizers → probe → gateway
+                                       (no trainer where nothing is trained: serve)
 
 Invariants: each start has a deadline and names the part that missed it; whatever was started is stopped, in reverse
 order and each within a deadline, also when a later part fails to start.
@@ -18,18 +19,17 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from workbench.actors import as_coroutine, within
 from workbench.campaign.doctor import before_a_run
 from workbench.capture import dataplane
 from workbench.config import Recipe
-from workbench.errors import ComponentDied, DeadlineExceeded, SetupError, WorkbenchError
+from workbench.errors import SetupError
 from workbench.gateway.client import ControlClient
 from workbench.gateway.process import GatewayProcess
 from workbench.models import resolve as resolve_model
 from workbench.places import make_ray_directory
-
-T = TypeVar("T")
 
 CONTROL_TOKEN = "WORKBENCH_CONTROL_TOKEN"
 WORKER_TOKEN = "WORKBENCH_WORKER_TOKEN"
@@ -39,45 +39,25 @@ WORKER_CONCURRENCY = 64
 FINALIZER_REQUESTS = 4
 
 
-async def within(awaitable: Awaitable[T], timeout_s: float, component: str, doing: str) -> T:
-    """Await with a deadline, and turn a dead Ray actor into an error that names it.
-
-    Raises `DeadlineExceeded` after `timeout_s` seconds and `ComponentDied` where the actor or its node is gone.
-    A deliberate error raised inside the actor comes out as itself, not wrapped in Ray's.
-    """
-    import ray.exceptions as ray_errors
-
-    try:
-        return await asyncio.wait_for(_as_coroutine(awaitable), timeout_s)
-    except TimeoutError:
-        raise DeadlineExceeded(
-            f"{component} did not finish {doing} within {timeout_s:g} s. Next: workbench doctor, and the last events "
-            "of the run (events.jsonl)."
-        ) from None
-    except ray_errors.RayTaskError as error:
-        cause = error.cause if isinstance(error.cause, WorkbenchError) else None
-        if cause is None:
-            raise
-        raise cause from None
-    except ray_errors.RayActorError as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise ComponentDied(f"{component} died while {doing}: {first_line}") from None
-
-
-async def _as_coroutine(awaitable: Awaitable[T]) -> T:
-    return await awaitable
-
-
 class Fleet:
     """The running parts of one campaign. Use as `async with Fleet(recipe, run_dir) as fleet`.
 
     After entry: `worker`, `trainer`, `finalizers` (Ray actor handles), `control` (gateway control client),
     `gateway_url`, `probe` (the start-up probe's report) and `timings_s` (seconds a part took to start).
+    Without `training` there is no trainer (`trainer` is None), and nothing that only a trainer needs is asked for.
     """
 
-    def __init__(self, recipe: Recipe, run_dir: Path, on_phase: Callable[[str], None] = lambda phase: None) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        run_dir: Path,
+        on_phase: Callable[[str], None] = lambda phase: None,
+        *,
+        training: bool = True,
+    ) -> None:
         self.recipe = recipe
         self.run_dir = run_dir
+        self._training = training
         # Ray's handles have the methods of the class behind them, as coroutines under `.remote`; no type says so.
         self.worker: Any = None
         self.trainer: Any = None
@@ -108,7 +88,8 @@ class Fleet:
 
         await self._phase("ray", self._start_ray())
         await self._phase("data plane", self._start_data_plane())
-        await self._phase("policy worker and trainer", self._start_actors(model_path))
+        actors = "policy worker and trainer" if self._training else "policy worker"
+        await self._phase(actors, self._start_actors(model_path))
         await self._phase("probe", self._run_probe())
         await self._phase("gateway", self._start_gateway())
 
@@ -119,7 +100,7 @@ class Fleet:
         self.timings_s[name] = round(time.monotonic() - began, 3)
 
     def _check_machine(self) -> None:
-        for finding in before_a_run(self.recipe):
+        for finding in before_a_run(self.recipe, training=self._training):
             if not finding.good:
                 raise SetupError(f"{finding.what}: {finding.found}; {finding.cure}")
 
@@ -183,18 +164,43 @@ class Fleet:
         )
 
     async def _start_actors(self, model_path: Path) -> None:
-
         from workbench.capture.worker import PolicyWorker
         from workbench.finalizer.actor import FinalizerActor
-        from workbench.train.trainer import TrainerActor
 
         worker_class: Any = PolicyWorker
         recipe = self.recipe
         deadline_s = recipe.engine.start_timeout_s
-        config = {
+        config = self._worker_config(model_path)
+        self.worker = worker_class.options(num_cpus=1, max_concurrency=WORKER_CONCURRENCY).remote(config)
+        self._stops.append(("policy worker", self._actor_stop(self.worker, graceful="stop")))
+        waits = [
+            # The worker ends its own wait at deadline_s, with a better reason than ours.
+            within(self.worker.start.remote(), deadline_s + 30.0, "the policy worker", "starting its engine")
+        ]
+        if self._training:
+            from workbench.train.trainer import TrainerActor
+
+            self.trainer = TrainerActor.options(num_cpus=1).remote(self._trainer_config(model_path))
+            self._stops.append(("trainer", self._actor_stop(self.trainer)))
+            waits.append(within(self.trainer.ready.remote(), deadline_s, "the trainer", "loading the model"))
+        self.finalizers = [
+            FinalizerActor.options(num_cpus=1).remote(
+                str(self.run_dir), str(model_path), deadline_s=recipe.finalizer.timeout_s / FINALIZER_REQUESTS
+            )
+            for _ in range(recipe.finalizer.actors)
+        ]
+        self._stops += [("finalizer", self._actor_stop(actor, graceful="stop")) for actor in self.finalizers]
+        waits += [within(actor.ready.remote(), deadline_s, "a finalizer", "starting") for actor in self.finalizers]
+        self.worker_url, *_ = await asyncio.gather(*waits)
+
+    def _worker_config(self, model_path: Path) -> dict[str, Any]:
+        recipe = self.recipe
+        return {
             "model_path": str(model_path),
             "dtype": recipe.model.dtype,
             "max_model_len": recipe.model.max_model_len,
+            "tool_call_parser": recipe.model.tool_call_parser,
+            "reasoning_parser": recipe.model.reasoning_parser,
             "max_num_seqs": recipe.engine.max_num_seqs,
             "kv_cache_gib": recipe.engine.kv_cache_gib,
             "threads": recipe.engine.threads,
@@ -206,27 +212,9 @@ class Fleet:
             "seed": recipe.seed,
             "engine": recipe.engine.kind,
             "script_path": recipe.engine.script_path,
-            "start_timeout_s": deadline_s,
+            "start_timeout_s": recipe.engine.start_timeout_s,
             "quiet_timeout_s": recipe.train.sync_timeout_s,
         }
-        self.worker = worker_class.options(num_cpus=1, max_concurrency=WORKER_CONCURRENCY).remote(config)
-        self._stops.append(("policy worker", self._actor_stop(self.worker, graceful="stop")))
-        self.trainer = TrainerActor.options(num_cpus=1).remote(self._trainer_config(model_path))
-        self._stops.append(("trainer", self._actor_stop(self.trainer)))
-        self.finalizers = [
-            FinalizerActor.options(num_cpus=1).remote(
-                str(self.run_dir), str(model_path), deadline_s=recipe.finalizer.timeout_s / FINALIZER_REQUESTS
-            )
-            for _ in range(recipe.finalizer.actors)
-        ]
-        self._stops += [("finalizer", self._actor_stop(actor, graceful="stop")) for actor in self.finalizers]
-
-        self.worker_url, *_ = await asyncio.gather(
-            # The worker ends its own wait at deadline_s, with a better reason than ours.
-            within(self.worker.start.remote(), deadline_s + 30.0, "the policy worker", "starting its engine"),
-            within(self.trainer.ready.remote(), deadline_s, "the trainer", "loading the model"),
-            *(within(finalizer.ready.remote(), deadline_s, "a finalizer", "starting") for finalizer in self.finalizers),
-        )
 
     async def _run_probe(self) -> None:
         self.probe = await within(self.worker.probe.remote(), 120.0, "the policy worker", "the start-up probe")
@@ -285,7 +273,7 @@ class Fleet:
             if graceful is not None:
                 # A part that is already dead, or too stuck to stop itself, is killed below all the same.
                 with contextlib.suppress(Exception):
-                    await asyncio.wait_for(_as_coroutine(getattr(actor, graceful).remote()), STOP_TIMEOUT_S / 2)
+                    await asyncio.wait_for(as_coroutine(getattr(actor, graceful).remote()), STOP_TIMEOUT_S / 2)
             await asyncio.to_thread(ray.kill, actor)
 
         return stop

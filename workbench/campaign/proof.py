@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.campaign.fleet import within
+from workbench.actors import within
 from workbench.errors import WeightSyncError
 
 # Ordinary prose, digits and code: random ids would have log-probs near the floor, where bf16 noise hides a stale layer.

@@ -6,7 +6,8 @@ rules of `base` without being told.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import difflib
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import fields
 
 import numpy as np
@@ -14,24 +15,39 @@ import numpy as np
 from workbench.errors import TrainerError
 from workbench.train.estimators.base import Estimator, GroupCentred, checked
 from workbench.train.estimators.dr_grpo import DrGrpo
+from workbench.train.estimators.gdpo import Gdpo
 from workbench.train.estimators.grpo import Grpo
+from workbench.train.estimators.reinforce_plus_plus import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from workbench.train.estimators.rloo import Rloo
 
-ESTIMATORS: dict[str, type[Estimator]] = {"grpo": Grpo, "rloo": Rloo, "dr_grpo": DrGrpo}
+ESTIMATORS: dict[str, type[Estimator]] = {
+    "grpo": Grpo,
+    "rloo": Rloo,
+    "dr_grpo": DrGrpo,
+    "reinforce_plus_plus": ReinforcePlusPlus,
+    "reinforce_plus_plus-baseline": ReinforcePlusPlusBaseline,
+    "gdpo": Gdpo,
+}
 
 __all__ = ["ESTIMATORS", "Estimator", "GroupCentred", "advantages", "estimator"]
 
 
 def estimator(name: str, **options: object) -> Estimator:
-    """The estimator `name` with its options. Raises TrainerError naming what there is otherwise."""
+    """The estimator `name` with its options. Raises TrainerError with what there is, and what is nearest, otherwise."""
     if name not in ESTIMATORS:
-        raise TrainerError(f"No advantage estimator {name!r}; there are {', '.join(sorted(ESTIMATORS))}.")
+        names = ", ".join(sorted(ESTIMATORS))
+        raise TrainerError(f"No advantage estimator {name!r}{_nearest(name, ESTIMATORS)}; there are {names}.")
     chosen = ESTIMATORS[name]
     known = [field.name for field in fields(chosen)]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise TrainerError(f"{name} has no option {', '.join(unknown)}; it has: {', '.join(known) or 'none'}.")
+    for option in sorted(set(options) - set(known)):
+        has = ", ".join(known) or "none"
+        raise TrainerError(f"{name} has no option {option}{_nearest(option, known)}; it has: {has}.")
     return chosen(**options)
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f", did you mean {near[0]}?" if near else ""
 
 
 def advantages(
@@ -43,8 +59,10 @@ def advantages(
 ) -> np.ndarray:
     """One advantage a row, float64 (N,).
 
-    `rewards` (N,), `group_ids` (N,) any hashable, `valid_mask` (N,) of 0 and 1; `options` are the estimator's fields.
+    `rewards` (N,), or (N, K) for an estimator of several rewards (gdpo); `group_ids` (N,) any hashable; `valid_mask`
+    (N,) of 0 and 1; `options` are the estimator's fields.
     Rows with valid_mask 0 (placeholders) get exactly 0 and have no influence on the others, whatever their reward.
     Raises TrainerError for an unknown name or option, unequal lengths, or a voting row without a finite reward.
     """
-    return estimator(name, **options)(*checked(rewards, group_ids, valid_mask))
+    chosen = estimator(name, **options)
+    return chosen(*checked(rewards, group_ids, valid_mask, many_rewards=chosen.many_rewards))
