@@ -2,8 +2,8 @@
 
     .venv/bin/python tools/chromium.py        prints its path; exit code 2 and one line on stderr where there is none
 
-In order: $WORKBENCH_CHROMIUM → one on the PATH → Playwright's own → apt-get (as root, on Debian) → Playwright's
-download. A browser counts when it answers `--version`: on some systems the name is only a hint to a shop. Nothing is done where
+In order: $WORKBENCH_CHROMIUM → one on the PATH → Playwright's own → apt-get (root, Debian) → Playwright's download.
+A browser counts when it answers `--version`: on some systems the name is only a hint to a shop. Nothing is done where
 one is found, so calling this before every test run costs a moment.
 """
 

@@ -3,8 +3,8 @@
     agent (any OpenAI client) ──▶ gateway ──▶ worker (capture core, splice, scripted engine) ──▶ MemorySink
                                      └▶ ledger/            finalise: verify, rows, parts ──▶ a run directory
 For notebooks and demonstrations: it starts in a second and needs neither a model nor Ray. Everything that is about
-custody is the product's own; what is replaced is the model (a script says what it samples), TransferQueue (a dictionary)
-and training (there is none). Invariant: what `finalise` leaves is an ordinary run directory, `runs.open` reads it.
+custody is the product's own; what is replaced is the model (a script says what it samples), TransferQueue (a
+dictionary) and training (there is none). Invariant: what `finalise` leaves is an ordinary run directory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import orjson
 import uvicorn
@@ -51,7 +50,7 @@ class Bench:
         self.worker = worker
         self.sink = sink
         self.url = url
-        self.http = httpx.AsyncClient(timeout=30.0, trust_env=False)
+        self.http = openai.DefaultAsyncHttpxClient(timeout=30.0, trust_env=False)
         self.control = ControlClient(url, gateway.control_token)
         self._writer = RunWriter(path)
         self._writer.status(run=path.name, status="running")

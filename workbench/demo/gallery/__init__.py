@@ -13,6 +13,7 @@ vocabulary.
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from workbench.demo.bench import Bench, open_bench
 from workbench.demo.gallery.calls import CUSTODY, DRIFT, STAGING, FaultySink
 from workbench.demo.gallery.damage import RECEIPTS, STORAGE, VERIFICATION
 from workbench.demo.gallery.exhibit import Case, Exhibit, Hand
+from workbench.demo.gallery.table import FamilyTable
 from workbench.finalizer.group import RolloutOutcome, RowSummary
 from workbench.gateway.upstream import Acknowledgement
 from workbench.wire import Cause, StagedCall
@@ -68,6 +70,12 @@ class Gallery:
     run: runs.Run
     findings: pl.DataFrame
 
+    def show(self, family: str) -> FamilyTable:
+        """One family (custody, staging, drift, verification) as a table. Raises KeyError for another name."""
+        if family not in FAMILIES:
+            raise KeyError(f"{family!r} is no family; there are {', '.join(FAMILIES)}")
+        return FamilyTable(self.findings, family)
+
     def rollout(self, cause: str) -> str:
         """The rollout in which a cause was provoked. Raises KeyError for one that is no exhibit."""
         found = self.findings.filter(cause=str(cause))["rollout_id"]
@@ -88,7 +96,10 @@ async def open_gallery(path: Path | None = None) -> AsyncIterator[Gallery]:
     script.append({"text": "It rains."})  # a request that continues nothing on record is served without a rollout
     sink = FaultySink()
     # Without memory of its own the worker reads every parent from storage, where an exhibit may have changed it.
-    async with open_bench(script, path=path, sink=sink, cache_bytes=0, sink_timeout_s=0.3) as bench:
+    async with (
+        _quiet("workbench.capture.core"),
+        open_bench(script, path=path, sink=sink, cache_bytes=0, sink_timeout_s=0.3) as bench,
+    ):
         _tamper_acknowledgements(bench)
         player = RolloutPlayer(
             gateway_url=bench.url,
@@ -104,6 +115,18 @@ async def open_gallery(path: Path | None = None) -> AsyncIterator[Gallery]:
         finally:
             await player.close()
         yield Gallery(bench.run, pl.DataFrame(rows, infer_schema_length=None))
+
+
+@contextlib.asynccontextmanager
+async def _quiet(name: str) -> AsyncIterator[None]:
+    """A worker says in its log what it could not capture; here that is what the reader came for, and is shown."""
+    logger = logging.getLogger(name)
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 async def _hang(bench: Bench, player: RolloutPlayer, family: str) -> list[dict[str, Any]]:
@@ -187,7 +210,7 @@ def _tamper_acknowledgements(bench: Bench) -> None:
 
     async def acknowledgement(model_call_id: str, timeout_s: float) -> Acknowledgement:
         answer = await ask(model_call_id, timeout_s)
-        change = changes.get((answer.coords or {}).get("rollout_id"))
+        change = changes.get(str((answer.coords or {}).get("rollout_id")))
         return answer if change is None else replace(answer, coords=change(dict(answer.coords)))
 
     bench.gateway.upstream.acknowledgement = acknowledgement  # type: ignore[method-assign]
