@@ -21,9 +21,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from workbench import dataplane
 from workbench.actors import as_coroutine, within
 from workbench.campaign.doctor import before_a_run
-from workbench.capture import dataplane
 from workbench.config import Recipe
 from workbench.errors import SetupError
 from workbench.gateway.client import ControlClient
@@ -164,8 +164,8 @@ class Fleet:
         )
 
     async def _start_actors(self, model_path: Path) -> None:
-        from workbench.capture.worker import PolicyWorker
         from workbench.finalizer.actor import FinalizerActor
+        from workbench.serving.worker import PolicyWorker
 
         worker_class: Any = PolicyWorker
         recipe = self.recipe

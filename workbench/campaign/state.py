@@ -26,15 +26,14 @@ class CampaignState:
     supply: Supply
     replaced: int = 0
     """Groups that left by their typed exit and were sampled afresh."""
+    evicted: int = 0
+    """Groups that were given up as too stale; others were sampled in their place."""
     rejections: Counter[str] = field(default_factory=Counter)
     """Cause -> rollouts that became placeholders."""
 
     @classmethod
     def begin(cls, recipe: Recipe, fleet: Fleet, writer: RunWriter) -> CampaignState:
         """The state of a campaign that has sampled and trained nothing yet."""
-        train = recipe.train
         watch = Watch(recipe.rollouts.stall_timeout_s)
-        # Groups of the step being trained, of the step being sampled, and of each further step that may run ahead.
-        capacity = train.groups_per_step * (train.max_staleness + 2)
-        supply = Supply(ReplayBuffer(capacity=capacity, sampler="in_order"))
+        supply = Supply(ReplayBuffer.of(recipe.train))
         return cls(recipe, fleet, writer, watch, Weights(recipe, fleet, writer, watch), supply)
