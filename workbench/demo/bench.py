@@ -25,7 +25,6 @@ import uvicorn
 
 from workbench import runs
 from workbench.capture.staging import MemorySink
-from workbench.capture.worker import PolicyServer, WorkerConfig
 from workbench.errors import StagingError
 from workbench.finalizer.group import FinalizationRequest, RolloutOutcome, RowSummary, assemble
 from workbench.finalizer.parts import write_group
@@ -35,6 +34,7 @@ from workbench.gateway.settings import WORKER_TOKEN, GatewaySettings
 from workbench.ledger import assemble_receipt
 from workbench.runs.vocabulary import load_vocabulary
 from workbench.runs.writer import RunWriter
+from workbench.serving.worker import PolicyServer, WorkerConfig
 from workbench.wire import RolloutManifest, StagedCall
 
 TOKENIZER = Path(__file__).resolve().parent / "tokenizer"
@@ -132,7 +132,7 @@ async def open_bench(
 ) -> AsyncIterator[Bench]:
     """Start a bench; it stops when the block ends.
 
-    `script` holds the lines of the scripted engine (see `workbench.capture.scripted`). `path` is where the run goes,
+    `script` holds the lines of the scripted engine (see `workbench.serving.scripted`). `path` is where the run goes,
     None for a temporary directory that stays until the process ends. `worker` are settings of `WorkerConfig`.
     """
     path = path or Path(tempfile.mkdtemp(prefix="workbench-bench-")) / "bench"
