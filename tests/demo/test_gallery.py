@@ -20,7 +20,7 @@ async def gallery(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Gal
         yield gallery
 
 
-def test_every_cause_is_an_exhibit_or_has_a_reason_why_not() -> None:
+async def test_every_cause_is_an_exhibit_or_has_a_reason_why_not() -> None:
     shown = [exhibit.cause for exhibits in FAMILIES.values() for exhibit in exhibits]
     assert len(shown) == len(set(shown))
     assert set(shown) | set(UNREACHED) == set(Cause)
