@@ -75,7 +75,7 @@ def assemble_echo(
     verdicts = [item.row if isinstance(item, Concatenated) else item for item in joined]
     first_prompt = next((v.token_ids[: v.prompt_len] for v in verdicts if isinstance(v, LinearizedRow)), None)
     placeholder = (np.array([bos_token_id], np.uint64), "bos") if first_prompt is None else (first_prompt, "sibling")
-    built = build_group(request, verdicts, *placeholder)
+    built = build_group(request, verdicts, *placeholder, {})
     wrong = {
         index: item.wrong_at
         for index, item in enumerate(joined)

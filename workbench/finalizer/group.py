@@ -12,7 +12,7 @@ Not here: fetching, publishing, storing (actor), the checks of one rollout (veri
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from workbench.errors import ReceiptRejected, StagingError, WireError
 from workbench.finalizer.metrics import GroupMetrics, group_metrics
 from workbench.finalizer.rows import GroupRow
+from workbench.finalizer.spans import sampling_of, version_spans
 from workbench.finalizer.verify import LinearizedRow, verify_and_linearize
 from workbench.wire import Cause, ManifestFailure, RolloutReceipt, StagedCall, extras_digest
 
@@ -146,11 +147,15 @@ def assemble(request: FinalizationRequest, staged: Staged, bos_token_id: int) ->
     Nothing about one rollout raises: what is wrong with it is its placeholder's cause.
     """
     verdicts = [_verify(outcome, staged) for outcome in request.rollouts]
-    return build_group(request, verdicts, *_placeholder_prompt(request, verdicts, staged, bos_token_id))
+    return build_group(request, verdicts, *_placeholder_prompt(request, verdicts, staged, bos_token_id), staged)
 
 
 def build_group(
-    request: FinalizationRequest, verdicts: Sequence[LinearizedRow | Rejection], prompt_T: np.ndarray, source: str
+    request: FinalizationRequest,
+    verdicts: Sequence[LinearizedRow | Rejection],
+    prompt_T: np.ndarray,
+    source: str,
+    staged: Staged,
 ) -> Assembly:
     """N rows in index order from N verdicts. `prompt_T` (uint64[T]) is the placeholders', `source` says whence."""
     rows: list[GroupRow] = []
@@ -158,7 +163,7 @@ def build_group(
     seen: dict[bytes, str] = {}
     for outcome, verdict in zip(request.rollouts, verdicts, strict=True):
         rejection = verdict if isinstance(verdict, Rejection) else None
-        row = _group_row(request, outcome, verdict, prompt_T)
+        row = _group_row(request, outcome, verdict, prompt_T, staged)
         first = outcome.rollout_id
         if rejection is None:
             # Byte-equal siblings are legitimate samples, and also what a broken sampling seed looks like: reported.
@@ -175,8 +180,8 @@ def build_group(
                 prompt_len=row.prompt_len,
                 tokens=int(row.token_ids.size),
                 sampled_tokens=int(np.count_nonzero(row.token_mask)),
-                weight_version_min=min(row.weight_versions, default=None),
-                weight_version_max=max(row.weight_versions, default=None),
+                weight_version_min=min(row.versions, default=None),
+                weight_version_max=max(row.versions, default=None),
                 terminal_selection=outcome.receipt.terminal_selection if outcome.receipt else None,
                 placeholder=source if rejection else None,
                 cause=rejection.cause if rejection else None,
@@ -204,7 +209,7 @@ def _verify(outcome: RolloutOutcome, staged: Staged) -> LinearizedRow | Rejectio
     try:
         row = verify_and_linearize(receipt, calls)
         _check_extras(calls)
-        return row
+        return replace(row, weight_version_spans=version_spans(row, calls))
     except ReceiptRejected as error:
         if error.cause == Cause.ROW_COUNT_MISMATCH:
             # Rows are missing because they could not be read: that is the cause, and the key says which call.
@@ -269,8 +274,10 @@ def _group_row(
     outcome: RolloutOutcome,
     verdict: LinearizedRow | Rejection,
     placeholder_T: np.ndarray,
+    staged: Staged,
 ) -> GroupRow:
     row = _no_vote(outcome.rollout_id, placeholder_T) if isinstance(verdict, Rejection) else verdict
+    own = [staged[record.staging_key] for record in outcome.receipt.manifest] if outcome.receipt else []
     return GroupRow(
         rollout_id=outcome.rollout_id,
         group_id=request.group_id,
@@ -283,6 +290,7 @@ def _group_row(
         weight_versions=list(row.weight_versions),
         weight_version_spans=[list(span) for span in row.weight_version_spans],
         link_spans=[list(span) for span in row.link_spans],
+        sampling=sampling_of(row, [call for call in own if isinstance(call, StagedCall)]),
         cause=verdict.cause.value if isinstance(verdict, Rejection) else None,
         token_ids=row.token_ids,
         token_mask=row.token_mask.astype(np.uint8),
