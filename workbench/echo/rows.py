@@ -74,8 +74,9 @@ def assemble_echo(
     joined = [_verdict(outcome, chains.get(outcome.rollout_id, ())) for outcome in request.rollouts]
     verdicts = [item.row if isinstance(item, Concatenated) else item for item in joined]
     first_prompt = next((v.token_ids[: v.prompt_len] for v in verdicts if isinstance(v, LinearizedRow)), None)
-    placeholder = (np.array([bos_token_id], np.uint64), "bos") if first_prompt is None else (first_prompt, "sibling")
-    built = build_group(request, verdicts, *placeholder, {})
+    source = "bos" if first_prompt is None else "sibling"
+    prompt_T = np.array([bos_token_id], np.uint64) if first_prompt is None else first_prompt
+    built = build_group(request, verdicts, prompt_T, source, staged={})
     wrong = {
         index: item.wrong_at
         for index, item in enumerate(joined)
