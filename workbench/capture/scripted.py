@@ -163,6 +163,8 @@ class ScriptedRenderer:
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         conversation = copy.deepcopy(messages)
         for message in conversation:
+            if message.get("content") is None:
+                message["content"] = ""  # as vLLM's renderer has it
             for call in message.get("tool_calls") or ():
                 arguments = call["function"].get("arguments")
                 if isinstance(arguments, str):

@@ -50,7 +50,7 @@ class WorkerConfig(BaseModel):
     port: int = Field(default=0, ge=0, le=65535)
     """0 lets the operating system choose."""
     tool_call_parser: str | None = None
-    """Name of the engine's tool parser; None serves tool calls as text."""
+    """Name of the engine's tool parser; None serves what the model says as text, unless a call was required."""
     reasoning_parser: str | None = None
     """Name of the engine's reasoning parser; None leaves reasoning in the text."""
     sampling: SamplingPins = Field(default_factory=SamplingPins)
