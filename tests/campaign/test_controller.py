@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from workbench.campaign.controller import Campaign
+from workbench.campaign.watch import Watch
 from workbench.config import load_recipe
 from workbench.errors import ComponentDied
 
@@ -17,16 +18,17 @@ class _Failing(Campaign):
 
     def __init__(self) -> None:
         self.recipe = load_recipe("cpu_smoke")
-        self.fleet = SimpleNamespace(timings_s={}, probe={}, gateway_url="http://127.0.0.1:1", control=None)
+        self.fleet = SimpleNamespace(
+            timings_s={}, probe={}, gateway_url="http://127.0.0.1:1", control=None, gateway=SimpleNamespace(check=bool)
+        )
         self.writer = SimpleNamespace(event=lambda kind, **fields: None)
-        self._environment = None
+        self.environment = None
+        self.state = SimpleNamespace(recipe=self.recipe, watch=Watch(60.0))
 
-    async def _measure_loop_lag(self) -> None:
-        await asyncio.sleep(60)
+    async def _run_pumps(self, sampling, training) -> None:
+        await super()._run_pumps(SimpleNamespace(run=self._sample), SimpleNamespace(run=lambda: asyncio.sleep(60)))
 
-    _watch_for_stalls = _train_pump = _measure_loop_lag
-
-    async def _rollout_pump(self) -> None:
+    async def _sample(self) -> None:
         async with asyncio.TaskGroup() as groups:
             groups.create_task(self._die())
 

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench.capture.prefix import PrefixStore
-from workbench.capture.scripted import ChatParams, ScriptedRenderer
 from workbench.capture.splice import Splicer, mark_last_assistant_turn
 from workbench.capture.transport import TaggedCall, current_call
 from workbench.errors import SpliceError
+from workbench.serving.scripted import ChatParams, ScriptedRenderer
 from workbench.wire import CaptureAdmission, Cause
 
 USER = {"role": "user", "content": "hello there"}

@@ -19,18 +19,17 @@ import shutil
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from workbench import dataplane
+from workbench.actors import as_coroutine, within
 from workbench.campaign.doctor import before_a_run
-from workbench.capture import dataplane
 from workbench.config import Recipe
-from workbench.errors import ComponentDied, DeadlineExceeded, SetupError, WorkbenchError
+from workbench.errors import SetupError
 from workbench.gateway.client import ControlClient
 from workbench.gateway.process import GatewayProcess
 from workbench.models import resolve as resolve_model
 from workbench.places import make_ray_directory
-
-T = TypeVar("T")
 
 CONTROL_TOKEN = "WORKBENCH_CONTROL_TOKEN"
 WORKER_TOKEN = "WORKBENCH_WORKER_TOKEN"
@@ -38,35 +37,6 @@ STOP_TIMEOUT_S = 20.0
 WORKER_CONCURRENCY = 64
 # Fetch, publish, clear: together they end before the controller stops waiting, so that the one at fault is named.
 FINALIZER_REQUESTS = 4
-
-
-async def within(awaitable: Awaitable[T], timeout_s: float, component: str, doing: str) -> T:
-    """Await with a deadline, and turn a dead Ray actor into an error that names it.
-
-    Raises `DeadlineExceeded` after `timeout_s` seconds and `ComponentDied` where the actor or its node is gone.
-    A deliberate error raised inside the actor comes out as itself, not wrapped in Ray's.
-    """
-    import ray.exceptions as ray_errors
-
-    try:
-        return await asyncio.wait_for(_as_coroutine(awaitable), timeout_s)
-    except TimeoutError:
-        raise DeadlineExceeded(
-            f"{component} did not finish {doing} within {timeout_s:g} s. Next: workbench doctor, and the last events "
-            "of the run (events.jsonl)."
-        ) from None
-    except ray_errors.RayTaskError as error:
-        cause = error.cause if isinstance(error.cause, WorkbenchError) else None
-        if cause is None:
-            raise
-        raise cause from None
-    except ray_errors.RayActorError as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise ComponentDied(f"{component} died while {doing}: {first_line}") from None
-
-
-async def _as_coroutine(awaitable: Awaitable[T]) -> T:
-    return await awaitable
 
 
 class Fleet:
@@ -194,8 +164,8 @@ class Fleet:
         )
 
     async def _start_actors(self, model_path: Path) -> None:
-        from workbench.capture.worker import PolicyWorker
         from workbench.finalizer.actor import FinalizerActor
+        from workbench.serving.worker import PolicyWorker
 
         worker_class: Any = PolicyWorker
         recipe = self.recipe
@@ -303,7 +273,7 @@ class Fleet:
             if graceful is not None:
                 # A part that is already dead, or too stuck to stop itself, is killed below all the same.
                 with contextlib.suppress(Exception):
-                    await asyncio.wait_for(_as_coroutine(getattr(actor, graceful).remote()), STOP_TIMEOUT_S / 2)
+                    await asyncio.wait_for(as_coroutine(getattr(actor, graceful).remote()), STOP_TIMEOUT_S / 2)
             await asyncio.to_thread(ray.kill, actor)
 
         return stop

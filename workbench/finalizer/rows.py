@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from workbench.capture import dataplane
+from workbench import dataplane
 
 _ARRAYS = ("token_ids", "token_mask", "logprobs")
 

@@ -1,0 +1,46 @@
+"""Actors: wait for a call to another process with a deadline, and say which process was at fault.
+
+In: an awaitable (a Ray reference, or a thread), seconds, the part's name and what it was doing. Out: its result, or
+`DeadlineExceeded`, `ComponentDied`, or the deliberate error raised inside the actor, as itself.
+Not here: starting and stopping actors (campaign.fleet), replacing dead ones (finalizer.pool).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from workbench.errors import ComponentDied, DeadlineExceeded, WorkbenchError
+
+T = TypeVar("T")
+
+
+async def within(awaitable: Awaitable[T], timeout_s: float, component: str, doing: str) -> T:
+    """Await with a deadline, and turn a dead Ray actor into an error that names it.
+
+    Raises `DeadlineExceeded` after `timeout_s` seconds and `ComponentDied` where the actor or its node is gone.
+    A deliberate error raised inside the actor comes out as itself, not wrapped in Ray's.
+    """
+    import ray.exceptions as ray_errors
+
+    try:
+        return await asyncio.wait_for(as_coroutine(awaitable), timeout_s)
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"{component} did not finish {doing} within {timeout_s:g} s. Next: workbench doctor, and the last events "
+            "of the run (events.jsonl)."
+        ) from None
+    except ray_errors.RayTaskError as error:
+        cause = error.cause if isinstance(error.cause, WorkbenchError) else None
+        if cause is None:
+            raise
+        raise cause from None
+    except ray_errors.RayActorError as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise ComponentDied(f"{component} died while {doing}: {first_line}") from None
+
+
+async def as_coroutine(awaitable: Awaitable[T]) -> T:
+    """What asyncio's functions take, of anything that can be awaited: Ray's references are neither task nor future."""
+    return await awaitable

@@ -1,0 +1,159 @@
+"""Sampling: the rollout pump, which plays groups of rollouts and has each of them finalised.
+
+    reserve ─► N agents side by side ─► finalizer (metadata only) ─► supply          one task a group
+
+Invariants: groups of step s start only when the weights of step s − 1 − max_staleness have been confirmed; at most
+`max_inflight_groups` are being played or finalised; a group that leaves by its typed exit, or is evicted as too stale,
+is counted and replaced, so no step trains short.
+Not here: one rollout (rollouts), verification (finalizer), what is trained when (training).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from workbench.actors import within
+from workbench.campaign.environments import Environment
+from workbench.campaign.rollouts import RolloutPlan, RolloutPlayer
+from workbench.campaign.state import CampaignState
+from workbench.errors import WorkbenchError
+from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome
+from workbench.finalizer.rows import clear_rows
+from workbench.train.buffer import Discarded
+
+
+class RolloutPump:
+    """Plays `groups_per_step` groups for every step. `next_group` is the number of the first group it starts."""
+
+    def __init__(
+        self, state: CampaignState, player: RolloutPlayer, environment: Environment, next_group: int = 0
+    ) -> None:
+        self._state = state
+        self._player = player
+        self._environment = environment
+        self._next_group = next_group
+        self._slots = asyncio.Semaphore(state.recipe.rollouts.max_inflight_groups)
+        self._finalizer_turn = 0
+
+    async def run(self, steps_done: int = 0) -> None:
+        """Start the groups of every step after `steps_done` in order, each as soon as its staleness bound allows."""
+        train = self._state.recipe.train
+        async with asyncio.TaskGroup() as groups:
+            self._state.supply.on_evicted = partial(self._replace, groups)
+            for step in range(steps_done + 1, train.steps + 1):
+                await self._state.weights.reached(step - 1 - train.max_staleness)
+                for _ in range(train.groups_per_step):
+                    await self._slots.acquire()
+                    groups.create_task(self._until_finalized(step))
+            # Until the last step has its groups, one of them may be evicted and need another in its place.
+            await self._state.weights.reached(train.steps)
+
+    def _replace(self, groups: asyncio.TaskGroup, evicted: Discarded) -> None:
+        state, step = self._state, self._state.weights.version + 1
+        state.evicted += 1
+        state.writer.event("group_evicted", step=step, group_id=evicted.group_id, reason=evicted.reason)
+        groups.create_task(self._clear(evicted.train_keys))
+        groups.create_task(self._when_free(step))
+
+    async def _when_free(self, step: int) -> None:
+        await self._slots.acquire()
+        await self._until_finalized(step)
+
+    async def _clear(self, train_keys: Sequence[str]) -> None:
+        """Remove the rows of a group that nobody will train on. What fails here costs memory, not the campaign."""
+        if train_keys:
+            with contextlib.suppress(WorkbenchError):
+                await clear_rows(train_keys, deadline_s=self._state.recipe.finalizer.timeout_s)
+
+    async def _until_finalized(self, step: int) -> None:
+        """Sample and finalise one group for `step`; one that cannot be published is replaced by a fresh one."""
+        try:
+            while True:
+                number, self._next_group = self._next_group, self._next_group + 1
+                if await self._play_group(step, number):
+                    return
+                self._state.replaced += 1
+        finally:
+            self._slots.release()
+
+    async def _play_group(self, step: int, number: int) -> bool:
+        state, train = self._state, self._state.recipe.train
+        group_id = f"g{number:05d}"
+        task = self._environment.task(state.recipe.seed * 1_000_003 + number)
+        plans = [
+            RolloutPlan(run=state.fleet.run_dir.name, group=number, index=index, attempt=0, task=task)
+            for index in range(train.rollouts_per_group)
+        ]
+        rollout_ids = [plan.rollout_id for plan in plans]
+        await state.supply.reserve(group_id, rollout_ids, state.weights.version)
+        version = state.weights.version
+        began = time.monotonic()
+        state.writer.event("group_started", step=step, group_id=group_id, rollout_ids=rollout_ids, task_id=task.task_id)
+        try:
+            with state.watch.doing(group_id, "sampling"):
+                outcomes = await self._play_all(plans)
+                sampled_s = time.monotonic() - began
+                state.watch.moved()
+                state.watch.in_flight[group_id] = "finalizing"
+                group = await self._finalize(
+                    FinalizationRequest(group_id=group_id, weight_version=version, rollouts=outcomes)
+                )
+        except BaseException:
+            await asyncio.shield(state.supply.abort(group_id))
+            raise
+        if not group.train_keys:
+            await state.supply.abort(group_id)
+            state.writer.event("group_replaced", step=step, group_id=group_id, cause=group.exit_cause)
+            return False
+        self._record(step, group, sampled_s)
+        versions = [row.weight_version_min for row in group.rows if row.weight_version_min is not None]
+        if not await state.supply.commit(group, weight_version=min(versions, default=version)):
+            await self._clear(group.train_keys)  # evicted while it was played; another one has been started since
+        return True
+
+    async def _play_all(self, plans: list[RolloutPlan]) -> list[RolloutOutcome]:
+        """Play the rollouts of a group side by side. When one raises, its siblings are cancelled and have ended before
+        this does, so that none of them goes on talking to a gateway in a campaign that is over."""
+        failure: BaseException | None = None
+        try:
+            async with asyncio.TaskGroup() as siblings:
+                tasks = [siblings.create_task(self._player.play(plan)) for plan in plans]
+        except BaseExceptionGroup as group:
+            failure = group.exceptions[0]
+        if failure is not None:
+            raise failure
+        return [task.result() for task in tasks]
+
+    async def _finalize(self, request: FinalizationRequest) -> FinalizedGroup:
+        fleet = self._state.fleet
+        finalizer = fleet.finalizers[self._finalizer_turn % len(fleet.finalizers)]
+        self._finalizer_turn += 1
+        answer = await within(
+            finalizer.finalize.remote(request.model_dump(mode="json")),
+            self._state.recipe.finalizer.timeout_s,
+            "the finalizer",
+            f"group {request.group_id}",
+        )
+        return FinalizedGroup.model_validate(answer)
+
+    def _record(self, step: int, group: FinalizedGroup, sampled_s: float) -> None:
+        writer = self._state.writer
+        for row in group.rows:
+            if row.cause is not None:
+                self._state.rejections[row.cause] += 1
+                writer.event(
+                    "rollout_rejected",
+                    step=step,
+                    group_id=group.group_id,
+                    rollout_id=row.rollout_id,
+                    cause=row.cause,
+                    detail=row.detail,
+                    call_id=row.call_id,
+                    position=row.position,
+                )
+        writer.group({"step": step, "sampling_s": sampled_s, **group.store_record()})
+        self._state.watch.moved()

@@ -1,0 +1,65 @@
+"""Supply: the replay buffer as the pumps wait on it.
+
+    rollout pump: await reserve ─► commit | abort          train pump: await take(count)
+
+Invariants: `reserve` waits until there is room (back-pressure), `take` until there are enough groups; whatever makes
+room or a group ready wakes both; of a group evicted while `take` waits the pump hears at once, since without another in
+its place the step might wait for ever.
+Not here: which groups are chosen (train.buffer), clearing what they hold (sweeper).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from workbench.finalizer.group import FinalizedGroup
+from workbench.train.buffer import Discarded, Entry, ReplayBuffer
+
+
+class Supply:
+    """`buffer` belongs to one event loop; so does this."""
+
+    def __init__(self, buffer: ReplayBuffer) -> None:
+        self.buffer = buffer
+        self.on_evicted: Callable[[Discarded], None] = lambda discarded: None
+        """Called for each group that the sampler gives up as too stale."""
+        self._changed = asyncio.Condition()
+
+    async def reserve(self, group_id: str, rollout_ids: Sequence[str], weight_version: int) -> None:
+        """Wait for room, then reserve it."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.buffer.free > 0)
+            self.buffer.reserve(group_id, rollout_ids, weight_version)
+
+    async def commit(self, group: FinalizedGroup, weight_version: int) -> bool:
+        """Make a reserved group ready; False when it was discarded meanwhile."""
+        async with self._changed:
+            kept = self.buffer.commit_finalized(
+                group.group_id, group.train_keys, weight_version=weight_version, payload=group
+            )
+            self._changed.notify_all()
+        return kept
+
+    async def abort(self, group_id: str) -> Discarded | None:
+        """Give up a reserved group."""
+        async with self._changed:
+            discarded = self.buffer.abort(group_id)
+            self._changed.notify_all()
+        return discarded
+
+    async def take(self, count: int, version: int) -> list[Entry]:
+        """Wait for `count` groups and take them for a trainer at `version`."""
+        async with self._changed:
+            while not (taken := self._take(count, version)):
+                await self._changed.wait()
+            self._changed.notify_all()
+        return taken
+
+    def _take(self, count: int, version: int) -> list[Entry]:
+        taken = self.buffer.take(count, current_version=version)
+        if evicted := self.buffer.drain_evicted():
+            self._changed.notify_all()  # there is room now
+        for discarded in evicted:
+            self.on_evicted(discarded)
+        return taken

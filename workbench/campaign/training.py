@@ -1,0 +1,70 @@
+"""Training: the train pump, which takes finalised groups, has the trainer step on them and the new weights synced.
+
+    supply ─► trainer (keys only) ─► sync ─► steps.jsonl
+
+Invariant: a step trains exactly `groups_per_step` groups of exactly N rows, and the next one begins after the weights
+it made are confirmed. Not here: the step itself (train.trainer), which groups it gets (train.buffer).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from workbench.actors import within
+from workbench.campaign.state import CampaignState
+from workbench.finalizer.metrics import pool_metrics
+from workbench.train.buffer import Entry
+
+
+class TrainPump:
+    """One optimiser step after the other."""
+
+    def __init__(self, state: CampaignState) -> None:
+        self._state = state
+
+    async def run(self, steps_done: int = 0) -> None:
+        """Take every step after `steps_done`."""
+        for step in range(steps_done + 1, self._state.recipe.train.steps + 1):
+            await self._step(step)
+
+    async def _step(self, step: int) -> None:
+        state, train = self._state, self._state.recipe.train
+        waited_from, evicted_before = time.monotonic(), state.evicted
+        state.writer.status(phase="sampling", step=step, steps=train.steps)
+        taken = await state.supply.take(train.groups_per_step, state.weights.version)
+        waited_s = time.monotonic() - waited_from
+        evicted = state.evicted - evicted_before
+        keys = [key for group in taken for key in group.train_keys]
+        state.writer.status(phase="training", step=step)
+        began = time.monotonic()
+        with state.watch.doing(f"step {step}", "training"):
+            trained = await within(
+                state.fleet.trainer.train_step.remote(step, keys), train.timeout_s, "the trainer", f"step {step}"
+            )
+        trained_s = time.monotonic() - began
+        state.watch.moved()
+        with state.watch.doing(f"step {step}", "weight sync"):
+            synced = await state.weights.advance(step)
+        measured = trained | synced | {"groups_evicted": evicted}
+        self._record(step, taken, measured, waited_s=waited_s, trained_s=trained_s)
+
+    def _record(
+        self, step: int, taken: list[Entry], measured: dict[str, Any], *, waited_s: float, trained_s: float
+    ) -> None:
+        state = self._state
+        pooled = pool_metrics([entry.payload for entry in taken])
+        times = {"rollout_s": waited_s, "train_s": trained_s}
+        staleness = {"staleness_max": step - 1 - min(entry.weight_version for entry in taken)}
+        state.writer.step(
+            {"step": step, "weight_version": state.weights.version, **pooled, **measured, **times, **staleness}
+        )
+        state.writer.status(
+            phase="step done",
+            step=step,
+            weight_version=state.weights.version,
+            token_in_rate=pooled["token_in_rate"],
+            token_in_rate_after_roots=pooled["token_in_rate_after_roots"],
+            reward_mean=measured["reward_mean"],
+            rejected=sum(state.rejections.values()),
+        )
