@@ -29,7 +29,7 @@ def parse_serving_arguments(config: WorkerConfig) -> Any:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from workbench.capture import tools_as_text
+    from workbench.serving import tools_as_text
 
     arguments = {
         "model": config.model_path,
