@@ -152,8 +152,11 @@ def inspect(run_dir: str, rollout: str | None) -> None:
         click.echo(repr(stored))
         return
     from workbench.inspect import PrefixChain
+    from workbench.runs.drift import sentences
 
     click.echo(PrefixChain(stored, rollout).to_text())
+    for sentence in sentences(stored.drift(rollout)):
+        click.echo(sentence)
 
 
 @main.command()

@@ -258,7 +258,14 @@ class Fleet:
                 "advantage", "clip_low", "clip_high",
             }
         )  # fmt: skip
+        loss, off_policy = recipe.train.loss, recipe.train.off_policy
         return train | {
+            **loss.model_dump(),
+            "constant_tokens": loss.constant_tokens or recipe.model.max_model_len,
+            "kl_coef": recipe.train.kl.coefficient,
+            "kl_estimator": recipe.train.kl.estimator,
+            "off_policy": off_policy.policy,
+            "max_lag": recipe.train.max_staleness if off_policy.max_lag is None else off_policy.max_lag,
             "model_path": str(model_path),
             "run_dir": str(self.run_dir),
             "publish_dtype": recipe.model.dtype,

@@ -12,7 +12,7 @@ Not here: fetching, publishing, storing (actor), the checks of one rollout (veri
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from workbench.errors import ReceiptRejected, StagingError, WireError
 from workbench.finalizer.metrics import GroupMetrics, group_metrics
 from workbench.finalizer.rows import GroupRow
+from workbench.finalizer.spans import sampling_of, version_spans
 from workbench.finalizer.verify import LinearizedRow, verify_and_linearize
 from workbench.wire import Cause, ManifestFailure, RolloutReceipt, StagedCall, extras_digest
 
@@ -150,7 +151,7 @@ def assemble(request: FinalizationRequest, staged: Staged, bos_token_id: int) ->
     seen: dict[bytes, str] = {}
     for outcome, verdict in zip(request.rollouts, verdicts, strict=True):
         rejection = verdict if isinstance(verdict, _Rejection) else None
-        row = _group_row(request, outcome, verdict, prompt_T)
+        row = _group_row(request, outcome, verdict, prompt_T, staged)
         first = outcome.rollout_id
         if rejection is None:
             # Byte-equal siblings are legitimate samples, and also what a broken sampling seed looks like: reported.
@@ -167,8 +168,8 @@ def assemble(request: FinalizationRequest, staged: Staged, bos_token_id: int) ->
                 prompt_len=row.prompt_len,
                 tokens=int(row.token_ids.size),
                 sampled_tokens=int(np.count_nonzero(row.token_mask)),
-                weight_version_min=min(row.weight_versions, default=None),
-                weight_version_max=max(row.weight_versions, default=None),
+                weight_version_min=min(row.versions, default=None),
+                weight_version_max=max(row.versions, default=None),
                 terminal_selection=outcome.receipt.terminal_selection if outcome.receipt else None,
                 placeholder=source if rejection else None,
                 cause=rejection.cause if rejection else None,
@@ -196,7 +197,7 @@ def _verify(outcome: RolloutOutcome, staged: Staged) -> LinearizedRow | _Rejecti
     try:
         row = verify_and_linearize(receipt, calls)
         _check_extras(calls)
-        return row
+        return replace(row, weight_version_spans=version_spans(row, calls))
     except ReceiptRejected as error:
         if error.cause == Cause.ROW_COUNT_MISMATCH:
             # Rows are missing because they could not be read: that is the cause, and the key says which call.
@@ -261,8 +262,10 @@ def _group_row(
     outcome: RolloutOutcome,
     verdict: LinearizedRow | _Rejection,
     placeholder_T: np.ndarray,
+    staged: Staged,
 ) -> GroupRow:
     row = _no_vote(outcome.rollout_id, placeholder_T) if isinstance(verdict, _Rejection) else verdict
+    own = [staged[record.staging_key] for record in outcome.receipt.manifest] if outcome.receipt else []
     return GroupRow(
         rollout_id=outcome.rollout_id,
         group_id=request.group_id,
@@ -275,6 +278,7 @@ def _group_row(
         weight_versions=list(row.weight_versions),
         weight_version_spans=[list(span) for span in row.weight_version_spans],
         link_spans=[list(span) for span in row.link_spans],
+        sampling=sampling_of(row, [call for call in own if isinstance(call, StagedCall)]),
         cause=verdict.cause.value if isinstance(verdict, _Rejection) else None,
         token_ids=row.token_ids,
         token_mask=row.token_mask.astype(np.uint8),
