@@ -92,10 +92,16 @@ class Gateway(Section):
     """Address to listen on. Anything but loopback opens the policy to the network."""
     port: Port = 0
     """Port to listen on; 0 lets the system choose."""
+    workers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that share the port and the ledger. More than one where hundreds of agents call at once."""
+    control_open: bool = False
+    """Whether the control plane (freeze, manifests, receipts) answers other machines too, not only its own."""
     request_timeout_s: Seconds = 120.0
     """How long one agent request may take, the engine's work included."""
     max_body_bytes: Positive = 16 * 2**20
     """Largest request body."""
+    client_timeout_s: Seconds = 30.0
+    """How long a client may take to send one request."""
 
 
 class DataPlane(Section):
@@ -262,6 +268,15 @@ class Train(Section):
     """How long each part of a weight sync may take: publishing, loading, the proof. Live calls finish first."""
 
 
+class Checkpoint(Section):
+    every: Annotated[int, Field(ge=0)] = 5
+    """Steps between two checkpoints in `checkpoints/` (float32 weights and optimiser state: 12 bytes a parameter); the
+    last step always gets one. 0: none. A run that was stopped goes on without one, too: it takes the steps since the
+    last checkpoint again from their stored rows, without sampling anything."""
+    keep: Positive = 2
+    """Checkpoints that stay; older ones are removed."""
+
+
 class Proof(Section):
     max_mean_abs_delta: Annotated[float, Field(gt=0.0)] = 0.12
     """Largest mean |log-prob of sampler − trainer| on the fixed prompt after a weight sync. A bf16 engine against a
@@ -291,6 +306,7 @@ class Recipe(Section):
     rollouts: Rollouts = Field(default_factory=Rollouts)
     finalizer: Finalizer = Field(default_factory=Finalizer)
     train: Train = Field(default_factory=Train)
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     proof: Proof = Field(default_factory=Proof)
     reports: Reports = Field(default_factory=Reports)
 

@@ -11,15 +11,16 @@ import openai
 import pytest
 import pytest_asyncio
 from dialogues import DIALOGUES, SCRIPT
-from tool_stack import WINDOW, tool_stack, with_tool_template
+from tool_template import with_tool_template
 from transformers import AutoTokenizer
 
-from conftest import Stack, until
+from conftest import Stack, stack_in, until
 from workbench.finalizer.verify import verify_and_linearize
 from workbench.ledger import assemble_receipt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+WINDOW = 2048
 FAULTS = [
     {"rollout": "slow.*", "text": "this takes its time to come out", "delay_s": 0.4},
     {"rollout": "raise.*", "text": "this breaks in the middle of its way out", "fault": "raise", "at": 6},
@@ -45,8 +46,8 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
     folder = tmp_path_factory.mktemp("dialects")
     model = with_tool_template(folder / "model")
     lines = [*({"text": text} for text in SCRIPT), *FAULTS, *twins(model)]
-    async with tool_stack(folder, model, lines) as running:
-        yield running
+    async with stack_in(folder, lines, model=model, window=WINDOW, max_tokens=96) as stack:
+        yield stack
 
 
 def claude(stack: Stack, rollout_id: str) -> anthropic.AsyncAnthropic:

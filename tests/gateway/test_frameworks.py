@@ -15,9 +15,9 @@ import openai
 import pytest
 import pytest_asyncio
 from openai.types.chat import ChatCompletionMessage
-from tool_stack import tool_stack, with_tool_template
+from tool_template import with_tool_template
 
-from conftest import Stack
+from conftest import Stack, stack_in
 from workbench.finalizer.verify import verify_and_linearize
 from workbench.ledger import assemble_receipt
 
@@ -49,7 +49,8 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
         *({"rollout": "text.*", "text": text} for text in ("one", "two", "three", "four", "five", "six")),
         *({"text": text} for text in TURNS),
     ]
-    async with tool_stack(folder, with_tool_template(folder / "model"), script) as running:
+    model = with_tool_template(folder / "model")
+    async with stack_in(folder, script, model=model, window=2048, max_tokens=96) as running:
         yield running
 
 

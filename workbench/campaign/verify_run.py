@@ -24,14 +24,10 @@ from workbench.errors import RunStoreError, StagingError, WireError
 from workbench.finalizer.group import FinalizationRequest, RolloutOutcome, Staged, assemble
 from workbench.runs.custody import SUFFIX, ledger_rows
 from workbench.runs.frames import read_lines, read_parts
+from workbench.runs.staged import staged_call
 from workbench.wire import StagedCall, chain_hash, extras_digest, hash_token_ids
 
 _SHOWN = 20
-_CALL_FIELDS = tuple(
-    name
-    for name in StagedCall.model_fields
-    if name not in ("extras", "token_ids_delta", "token_mask_delta") and name != "generation_log_probs_delta"
-)
 _ACKNOWLEDGED = ("digest", "extras_digest", "chain_hash", "cumulative_hash", "delta_len", "cum_len", "weight_version")
 
 
@@ -160,7 +156,7 @@ class _Group:
             if key is None:
                 continue
             if row["staging"] == "fetched":
-                staged[key] = _call_of(row)
+                staged[key] = staged_call(row)
             else:
                 staged[key] = StagingError(row["detail"] or "", cause=row["staging"] or "missing_staging_row", key=key)
         return staged
@@ -248,19 +244,6 @@ class _Group:
                     self._differs(file, row.rollout_id, None, fault)
         for rollout_id in stored:
             self._differs(file, rollout_id, None, "the row has no receipt")
-
-
-def _call_of(row: dict[str, Any]) -> StagedCall:
-    """The staged call as it was fetched: the recorded fields, and where it differed from them, its own."""
-    fields = {name: row[name] for name in _CALL_FIELDS}
-    fields |= orjson.loads(row["snapshot"] or "{}")
-    return StagedCall.unverified(
-        **fields,
-        extras=None if row["extras"] is None else orjson.loads(row["extras"]),
-        token_ids_delta=np.asarray(row["token_ids"], dtype=np.uint64),
-        token_mask_delta=np.asarray(row["token_mask"], dtype=np.float32),
-        generation_log_probs_delta=np.asarray(row["logprobs"], dtype=np.float32),
-    )
 
 
 def _call_faults(

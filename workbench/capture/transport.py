@@ -1,7 +1,7 @@
 """Transport: how an admission reaches the engine and how the coordinates get back, over the worker's own HTTP port.
 
     gateway ── POST …, x-workbench-rollout, x-workbench-admission ──▶ CaptureGate ──▶ the serving app ──▶ engine wrapper
-    gateway ── GET /workbench/capture/<call id> ──▶ CallBoard ──▶ {"coords": …, "failure": …}
+    gateway ── GET /workbench/capture/<call id> ──▶ CallBoard ──▶ {"coords": …, "failure": …, "staged_s": …}
 
 The gate is ASGI middleware behind the worker's door: it refuses what capture cannot record exactly, and puts a
 `TaggedCall` into a context variable that the renderer hook and the engine wrapper read. A request without the rollout
@@ -90,7 +90,10 @@ class CallBoard:
         return call
 
     def settle(self, call: TaggedCall, coords: CommitCoords, failure: tuple[Cause, str] | None, **facts: Any) -> None:
-        """Publish how the capture ended, with token-free facts for people; whoever waits in `answer` goes on."""
+        """Publish how the capture ended; whoever waits in `answer` goes on.
+
+        `facts` are token-free: `staged_s`, seconds that staging took, `sampled_tokens`, `finish_reason`.
+        """
         call_id = call.admission.model_call_id
         cause = None if failure is None else {"cause": str(failure[0]), "detail": failure[1]}
         self._answers[call_id] = {"coords": coords.model_dump(mode="json"), "failure": cause, **facts}

@@ -10,7 +10,7 @@ Not here: whether the extras are the ones that were committed (group).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from workbench.errors import ReceiptRejected
@@ -40,11 +40,14 @@ def version_spans(row: LinearizedRow, calls: Iterable[StagedCall]) -> list[tuple
 
 def sampling_of(row: LinearizedRow, calls: Iterable[StagedCall]) -> list[dict[str, Any]]:
     """How each call of the chain was sampled, root first."""
-    said = {call.model_call_id: (call.extras or {}).get(SAMPLING) or {} for call in calls}
-    return [
-        {name: said[call_id][name] for name in _SETTINGS if name in said.get(call_id, {})}
-        for call_id in row.model_call_ids
-    ]
+    extras = {call.model_call_id: call.extras for call in calls}
+    return [settings_of(extras.get(call_id)) for call_id in row.model_call_ids]
+
+
+def settings_of(extras: Mapping[str, Any] | None) -> dict[str, Any]:
+    """How one call was sampled, from its extras."""
+    said = (extras or {}).get(SAMPLING) or {}
+    return {name: said[name] for name in _SETTINGS if name in said}
 
 
 def _check_tiling(call_id: str, spans: Any, generated: int) -> None:

@@ -29,11 +29,13 @@ import torch
 from workbench.errors import TrainerError
 from workbench.models import resolve
 from workbench.runs.writer import write_part
+from workbench.train import checkpoint
 from workbench.train.agreement import check_alignment, row_errors
 from workbench.train.batch import MicroBatch, check_head, micro_batches, recomputed_layers, score, token_logprobs
 from workbench.train.loss import grpo_loss
 from workbench.train.publish import publish
 from workbench.train.record import step_metrics, train_part
+from workbench.train.restore import check_same_weights, newest_checkpoint, stored_step
 from workbench.train.rows import RowSource, TrainPartition, TrainRow, match_rows
 from workbench.train.settings import DTYPES, TrainerConfig
 from workbench.train.votes import DISAGREES, Ballot, cast_votes
@@ -235,15 +237,54 @@ class Trainer:
             )
         self._optimizer.step()
         self._zero_grad()
+        self._refresh()
+        return norm
+
+    def _refresh(self) -> None:
+        """Bring the bfloat16 copy that the passes run on up to date with the float32 weights."""
         if self.config.dtype == "bfloat16":
             with torch.no_grad():
                 torch._foreach_copy_(list[torch.Tensor](self.model.parameters()), list(self._weights))
-        return norm
 
     def publish(self, version: int) -> str:
         """Write `weights/v<version>` below the run directory for the engine; the last two stay. Returns the folder."""
         dtype = DTYPES[self.config.publish_dtype]
         return str(publish(self.float32_weights(), self.model_path, self.run_dir / "weights", version, dtype))
+
+    def save_checkpoint(self, step: int, keep: int) -> dict[str, Any]:
+        """Write `checkpoints/step-<step>`; the last `keep` stay. Returns its `path` and the `seconds` it took."""
+        began = time.monotonic()
+        weights = self.float32_weights()
+        state = checkpoint.optimizer_state(self._optimizer, list(weights))
+        generators = checkpoint.generator_states()
+        directory = self.run_dir / "checkpoints"
+        path = checkpoint.save(directory, step, weights, state, generators, source=self.model_path, keep=keep)
+        return {"path": str(path), "seconds": time.monotonic() - began}
+
+    def restore(self, upto: int) -> dict[str, Any]:
+        """Load the newest whole checkpoint of a step ≤ `upto`.
+
+        Returns its `step` (0: there is none, the weights are the model's) and in `unusable` what is wrong with newer
+        ones. Raises TrainerError when it is of another model.
+        """
+        directory = self.run_dir / "checkpoints"
+        held, unusable = newest_checkpoint(directory, upto)
+        if held is not None:
+            weights = self.float32_weights()
+            checkpoint.load_weights(weights, held.weights, directory / f"step-{held.step}")
+            checkpoint.load_optimizer(self._optimizer, list(weights), held.optimizer)
+            checkpoint.load_generators(held.generators)
+            self._refresh()
+        return {"step": held.step if held is not None else 0, "unusable": unusable}
+
+    def retake(self, step: int) -> dict[str, Any]:
+        """Take `step` again as its part in `train/` records it; returns its metrics and `retaken_mean_abs_delta`.
+
+        Raises RunStoreError when a part is missing or damaged, TrainerError when the log-probs are not those recorded.
+        """
+        stored = stored_step(self.run_dir, step)
+        metrics, part = self.step_on(step, stored.rows)
+        return metrics | {"retaken_mean_abs_delta": check_same_weights(stored, part["trainer_logprobs"])}
 
     def float32_weights(self) -> dict[str, torch.Tensor]:
         """The weights being trained by their names in a Hugging Face file, a tied one once; not copies."""
