@@ -9,6 +9,7 @@ live view packs a row (strip_columns).
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -79,12 +80,12 @@ class TokenStrip(LiveView):
         self.rollout_id: str = self.tokens["rollout_id"][0] if self.tokens.height else str(rollout_id)
         self.vocabulary = vocabulary
         self.custody = _custody(source, self.rollout_id)
-        self.flagged = self._flagged()
         self.routes = route_spans(source, self.rollout_id, self.tokens)
         self.start = max(0, min(start, max(0, self.tokens.height - 1)))
         self.stop = min(self.tokens.height, self.start + max_tokens)
 
-    def _flagged(self) -> np.ndarray:
+    @cached_property
+    def flagged(self) -> np.ndarray:
         """bool[T]: control ids inside a span of content (see `roles`)."""
         if self.vocabulary is None:
             return np.zeros(self.tokens.height, dtype=bool)
