@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from workbench.errors import RunStoreError
 from workbench.runs.frames import read_lines
 
 SUFFIX = ".lineage.jsonl"
@@ -49,7 +50,11 @@ def rollout_of(path: Path) -> str:
 def ledger_rows(path: Path) -> list[dict[str, Any]]:
     """The calls of one ledger file, in the order they were recorded, `order` from 1."""
     rollout_id = rollout_of(path)
-    calls = [_call(rollout_id, row, order) for order, row in enumerate(read_lines(path), start=1)]
+    calls = []
+    for order, row in enumerate(read_lines(path), start=1):
+        if not isinstance(row.get("model_call_id"), str):
+            raise RunStoreError(f"{path}, row {order}: expected a model_call_id, got {row.get('model_call_id')!r}")
+        calls.append(_call(rollout_id, row, order))
     _add_drift(path, calls)
     staged = [call for call in calls if call["disposition"] == "staged"]
     for index, call in enumerate([*staged, *(call for call in calls if call["disposition"] == "failed")]):
@@ -62,7 +67,7 @@ def _add_drift(path: Path, calls: list[dict[str, Any]]) -> None:
     noted = {
         event.get("model_call_id"): event
         for event in read_lines(path.with_name(f"{rollout_of(path)}{EVENTS_SUFFIX}"))
-        if event.get("kind") == "drift"
+        if event.get("kind") == "drift" and isinstance(event.get("model_call_id"), str)
     }
     for call in calls:
         event = noted.get(call["model_call_id"])
