@@ -134,10 +134,8 @@ class PolicyServer:
         return self.url
 
     async def _start_engine(self) -> Any:
-        from transformers import AutoTokenizer
-
         config = self.config
-        self.tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, config.model_path)
+        self.tokenizer = await asyncio.to_thread(_load_tokenizer, config)
         if config.engine == "scripted":
             return self._start_scripted()
         from workbench.serving import vllm_runtime
@@ -274,6 +272,17 @@ class PolicyServer:
             from workbench.serving import vllm_runtime
 
             await asyncio.to_thread(vllm_runtime.shutdown, engine, STOP_TIMEOUT_S)
+
+
+def _load_tokenizer(config: WorkerConfig) -> Any:
+    if config.engine == "scripted":
+        # What tokenizer.json says, without the import of torch that the choice of a class costs.
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(config.model_path)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(config.model_path)
 
 
 def _listen(host: str, port: int) -> socket.socket:
