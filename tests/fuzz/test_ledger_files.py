@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+import pytest
 from fuzz import truth
 from fuzz.mutations import ROUND, mutated_json, mutated_lines, play
 from hypothesis import example, given
@@ -85,6 +86,17 @@ def test_values_of_a_row() -> None:
     play(values)
 
 
+FOUND = [(4, "model_call_id", ["c4"]), (4, "detail", ["HTTP 400"]), (4, "failure_reason", [1]), (0, "context_len", [1])]
+FOUND += [(0, "fingerprint", ["f"]), (0, "staging_chain", 3), (0, "prompt_options", {})]
+
+
+@pytest.mark.parametrize(("line", "column", "value"), FOUND)
+def test_an_odd_column_is_corruption_of_that_rollout(line: int, column: str, value: Any) -> None:
+    assert rows_of(json_lines([{**row, column: value} if i == line else row for i, row in enumerate(LINES)])) == (
+        "LedgerCorrupt"
+    )
+
+
 def test_the_digests_beside_a_ledger_cost_a_diagnosis_at_most() -> None:
     noted = [orjson.loads(line) for line in ITEMS.splitlines()]
     came = [*truth.CALLS["c1"][1], {"role": "assistant", "content": "It pours."}, {"role": "user", "content": "so?"}]
@@ -92,6 +104,8 @@ def test_the_digests_beside_a_ledger_cost_a_diagnosis_at_most() -> None:
     @ROUND
     @given(mutated_lines(ITEMS) | mutated_json(noted).map(json_lines))
     @example(ITEMS)
+    @example(b"null\n" + ITEMS)
+    @example(json_lines([noted[0] | {"model_call_id": []}]))
     def items(sidecar: bytes) -> None:
         with tempfile.TemporaryDirectory() as folder:
             directory = Path(folder)
