@@ -147,10 +147,10 @@ class PrefixChain(LiveView):
         """Words and columns of the live view: every call, in drawing order (see `chain_columns`)."""
         return chain_columns(self._rows, self.places, self._why)
 
-    def make_live(self, fallbacks: int) -> ChainAndTokens:
+    def make_live(self) -> ChainAndTokens:
         from workbench.inspect.live.chain import ChainAndTokens
 
-        return ChainAndTokens(self, fallbacks=fallbacks)
+        return ChainAndTokens(self)
 
     def to_text(self) -> str:
         """The tree as plain lines for a terminal, one a call, indented where a path forks."""
