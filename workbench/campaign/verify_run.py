@@ -20,6 +20,8 @@ import numpy as np
 import orjson
 from pydantic import ValidationError
 
+from workbench.echo.finalizer import ECHOED, stored_chains
+from workbench.echo.rows import assemble_echo
 from workbench.errors import RunStoreError, StagingError, WireError
 from workbench.finalizer.group import FinalizationRequest, RolloutOutcome, Staged, assemble
 from workbench.runs.custody import SUFFIX, ledger_rows
@@ -132,7 +134,7 @@ class _Group:
         rejected = {row["rollout_id"] for row in parts["rows"] if row["sample_mask"] != 1}
         self._verify_calls(parts["calls"], staged, rejected)
         self._verify_ledgers(outcomes)
-        self._verify_rows(outcomes, staged, parts["rows"])
+        self._verify_rows(outcomes, staged, parts)
 
     def _differs(self, file: str, rollout_id: str | None, call_id: str | None, what: str) -> None:
         self.report.differences.append(Difference(file, rollout_id, call_id, what))
@@ -204,8 +206,8 @@ class _Group:
                         what = f"{name} is {row.get(name)!r} here, {getattr(record, name)!r} in the receipt"
                         self._differs(f"ledger/{path.name}", outcome.rollout_id, record.model_call_id, what)
 
-    def _verify_rows(self, outcomes: list[RolloutOutcome], staged: Staged, rows: list[dict[str, Any]]) -> None:
-        file = f"rows/{self.name}.parquet"
+    def _verify_rows(self, outcomes: list[RolloutOutcome], staged: Staged, parts: dict[str, Any]) -> None:
+        file, rows = f"rows/{self.name}.parquet", parts["rows"]
         for outcome in outcomes:
             for record in outcome.receipt.manifest if outcome.receipt else ():
                 if record.staging_key not in staged:
@@ -218,7 +220,13 @@ class _Group:
         except ValidationError as error:
             self._differs(f"receipts/{self.name}.jsonl", None, None, " ".join(str(error).split())[:300])
             return
-        assembly = assemble(request, staged, bos)
+        echoed = [row for row in parts["calls"] if row["disposition"] == ECHOED]
+        self.report.calls += len(echoed)
+        # Without capture there are no receipts and no digests: what can be recomputed is how the turns were joined.
+        if any(outcome.receipt is not None for outcome in outcomes) or not echoed:
+            assembly = assemble(request, staged, bos)
+        else:
+            assembly = assemble_echo(request, stored_chains(echoed), bos)
         stored = {row["rollout_id"]: row for row in rows}
         self.report.rollouts += len(rows)
         self.report.rows_valid += sum(row["sample_mask"] == 1 for row in rows)

@@ -56,9 +56,7 @@ def _anchored(one: np.ndarray, other: np.ndarray) -> list[Stretch]:
         return []
     hash_one, hash_other = _windows(one), _windows(other)
     once_one, once_other = _once(hash_one), _once(hash_other)
-    _, left, right = np.intersect1d(
-        hash_one[once_one], hash_other[once_other], assume_unique=True, return_indices=True
-    )
+    _, left, right = np.intersect1d(hash_one[once_one], hash_other[once_other], assume_unique=True, return_indices=True)
     pairs_one, pairs_other = once_one[left], once_other[right]
     order = np.argsort(pairs_one)
     pairs_one, pairs_other = pairs_one[order], pairs_other[order]

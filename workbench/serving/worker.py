@@ -52,7 +52,7 @@ class WorkerConfig(BaseModel):
     port: int = Field(default=0, ge=0, le=65535)
     """0 lets the operating system choose."""
     tool_call_parser: str | None = None
-    """Name of the engine's tool parser; None serves tool calls as text."""
+    """Name of the engine's tool parser; None serves what the model says as text, unless a call was required."""
     reasoning_parser: str | None = None
     """Name of the engine's reasoning parser; None leaves reasoning in the text."""
     sampling: SamplingPins = Field(default_factory=SamplingPins)
@@ -213,7 +213,7 @@ class PolicyServer:
             quiet = time.perf_counter()
             timings = {"quiet_s": quiet - began}
             if self.config.engine == "vllm":
-                self._check_alive()
+                self.check_alive()
                 timings |= await self._load(path)
             self._version = version
         return timings | {"total_s": time.perf_counter() - began}
@@ -222,7 +222,8 @@ class PolicyServer:
         """Let calls sample again after `update_weights(…, hold=True)`."""
         self.gate.open()
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raise ComponentDied when the engine is gone."""
         if self.config.engine == "vllm" and (self.engine is None or self.engine.errored):
             raise ComponentDied(
                 "The engine of the policy worker is gone. Next: its last words are in the worker's log."
@@ -239,7 +240,7 @@ class PolicyServer:
                 f"The engine did not load {path} within {self.config.load_timeout_s:g} s; its weights are in doubt."
             ) from error
         except Exception as error:
-            self._check_alive()
+            self.check_alive()
             raise WeightSyncError(f"The engine could not load {path}: {error}") from error
         # With requests still holding blocks the engine would keep old keys and values and only warn about it.
         if not await self.engine.reset_prefix_cache(reset_running_requests=True):
@@ -252,7 +253,7 @@ class PolicyServer:
             raise CaptureError("The scripted engine has no model, so it cannot score tokens; skip the proof with it.")
         from workbench.serving import vllm_runtime
 
-        self._check_alive()
+        self.check_alive()
         if self.gate.held:
             # Calls are kept back for exactly this: the new weights are scored before anything is sampled from them.
             return await vllm_runtime.score(self.engine, token_ids)
@@ -348,6 +349,14 @@ class PolicyWorker:
 
     async def status(self) -> dict[str, Any]:
         return self._server.status()
+
+    async def check_alive(self) -> None:
+        """Raise ComponentDied when the engine is gone."""
+        self._server.check_alive()
+
+    async def facts(self, call_ids: list[str]) -> dict[str, dict[str, Any]]:
+        """Sampled tokens and finish reason of those of the calls that were captured lately."""
+        return {} if self._server.capture is None else self._server.capture.board.facts(call_ids)
 
     async def stop(self) -> None:
         await self._server.stop()
