@@ -15,7 +15,7 @@ class NotebookPage:
     """One notebook in one browser tab. `errors` gathers what the page's scripts threw."""
 
     def __init__(self, browser: Browser, url: str) -> None:
-        self.page: Page = browser.new_page(viewport={"width": 1360, "height": 1000})
+        self.page: Page = browser.new_page(viewport={"width": 1360, "height": 1500})
         self.errors: list[str] = []
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.goto(url)

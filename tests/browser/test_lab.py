@@ -91,7 +91,7 @@ def test_clicking_a_branch_opens_its_tokens(chain_page: NotebookPage, chain: Loc
 
 def test_the_chain_is_walked_by_keyboard(chain_page: NotebookPage, chain: Locator) -> None:
     cells = chain_page.cells.count()
-    for key, card in (("n", "#3"), ("n", "#4"), ("p", "#3"), ("]", "#2"), ("[", "#1"), ("d", "#2"), ("k", "#1")):
+    for key, card in (("n", "#3"), ("n", "#4"), ("p", "#3"), ("]", "#2"), ("[", "#1"), ("d", "#2"), ("k", "#3")):
         chain.press(key)
         expect(at(chain)).to_contain_text(card)
         expect(detail(chain)).to_contain_text(f"call {card}")
@@ -142,7 +142,7 @@ def test_the_largest_difference_is_found_in_its_text(token_page: NotebookPage) -
     strip.focus()
     strip.press("d")
     expect(strip.locator(".wb-note")).to_contain_text("|Δ| number 1 of 16")
-    expect(detail(strip)).to_contain_text("+0.46")
+    expect(detail(strip)).to_contain_text("Δ 0.4625")
     marked = strip.locator(".wb-t.at")
     expect(marked).to_have_attribute("data-i", "62")
     strip.locator("select").select_option("delta")
