@@ -31,6 +31,7 @@ WITH_PARAMETERS = {
     "06_grpo_by_hand.ipynb": ["run", "group"],
     "10_campaign.ipynb": ["recipe", "overrides", "run_dir"],
     "20_compare_arms.ipynb": ["run", "other_run", "group"],
+    "30_watch_a_campaign.ipynb": ["run"],
 }
 
 

@@ -139,6 +139,7 @@ function buildStrip(shell) {
     ["ArrowLeft", "previous token", () => pane.go(pane.cursor - 1)],
   ]);
   shell.watch("block", load);
+  shell.watch("missing", load);
   shell.watch("at", () => { const at = model.get("at"); if (tokens && at >= 0 && at !== pane.cursor) pane.go(at); });
   shell.watchLook(() => pane.relayout());
   return load();
