@@ -54,7 +54,9 @@ def published(monkeypatch) -> list[dict]:
 def test_the_mode_says_what_a_notebook_shows(run, published, mode, kinds):
     set_mode(mode)
     chain = PrefixChain(run, telling_rollout(run))
+    assert chain.live.chain.fallbacks == 0
     chain._ipython_display_()
+    assert chain.live.chain.fallbacks == (2 if mode == "both" else 0)
     assert [set(data) - {"text/plain"} for data in published] == [{kind} for kind in kinds]
     assert {data["text/plain"] for data in published} == {repr(chain)}
 

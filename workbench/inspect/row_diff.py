@@ -167,10 +167,10 @@ class RowDiff(LiveView):
             parts.append(markup.line(f"Showing {shown.height} of {flipped.height:,} flips; all: .flips", muted=True))
         return parts
 
-    def make_live(self, fallbacks: int) -> DiffWidget:
+    def make_live(self) -> DiffWidget:
         from workbench.inspect.live.diff import DiffWidget
 
-        return DiffWidget.of(self, fallbacks=fallbacks)
+        return DiffWidget.of(self)
 
 
 def _interval(difference: Difference) -> str:
