@@ -77,3 +77,12 @@ def test_50000_tokens_against_50000(browser: Browser) -> None:
     assert "difference at" in (view.locator(".wb-bar").last.text_content() or "")
     assert view.locator(".wb-t.differs").count() > 0 and nodes(page) < MOST_NODES and error(page) == ""
     page.close()
+
+
+def test_a_view_that_fails_says_so_in_one_line(browser: Browser) -> None:
+    widget = PrefixChain(large.tree(10, "chain")).live.chain
+    widget.block = widget.block[:-40]
+    page, _ = mount(browser, widget)
+    page.wait_for_selector(".wb-error:not([hidden])")
+    assert error(page).startswith("The live view failed: ") and ".snapshot()" in error(page)
+    page.close()

@@ -84,6 +84,11 @@ def test_a_notebook_is_written_for_a_reader(name):
         assert other in NOTEBOOKS, f"{name} sends its reader to {other}, which is not there"
 
 
+def test_the_list_of_notebooks_is_complete():
+    listed = re.findall(r"^\| `(\w+)` \|", (shipped("notebooks") / "README.md").read_text(), re.MULTILINE)
+    assert [f"{name}.ipynb" for name in listed] == list(NOTEBOOKS)
+
+
 def test_the_recorded_run_and_ledger_are_small():
     for folder, limit in ((recorded_run(), 300_000), (recorded_ledger(), 60_000)):
         assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= limit

@@ -83,10 +83,11 @@ export class Shell {
     this.help.replaceChildren(...this.keys.map(([key, words]) => h("div", {}, h("kbd", { text: key }), words)));
   }
 
-  /** Builds the view; `data-wb-ready` on the frame says when what it was given is on the screen. */
+  /** Builds the view; `data-wb-ready` on the frame says when what it was given, or the error, is on the screen. */
   run(build) {
     const shown = this.guard(build)(this);
-    Promise.resolve(shown).then(() => this.root.setAttribute("data-wb-ready", ""));
+    const ready = () => this.root.setAttribute("data-wb-ready", "");
+    Promise.resolve(shown).then(ready, ready);
     return () => this.close();
   }
 
