@@ -9,7 +9,9 @@ from workbench.campaign.fleet import Fleet
 from workbench.campaign.supply import Supply
 from workbench.campaign.sync import Weights
 from workbench.campaign.watch import Watch
+from workbench.capture import dataplane
 from workbench.config import Recipe
+from workbench.finalizer.sweeper import Sweeper
 from workbench.runs.writer import RunWriter
 from workbench.train.buffer import ReplayBuffer
 
@@ -24,6 +26,7 @@ class CampaignState:
     watch: Watch
     weights: Weights
     supply: Supply
+    sweeper: Sweeper
     replaced: int = 0
     """Groups that left by their typed exit and were sampled afresh."""
     rejections: Counter[str] = field(default_factory=Counter)
@@ -37,4 +40,12 @@ class CampaignState:
         # Groups of the step being trained, of the step being sampled, and of each further step that may run ahead.
         capacity = train.groups_per_step * (train.max_staleness + 2)
         supply = Supply(ReplayBuffer(capacity=capacity, sampler="in_order"))
-        return cls(recipe, fleet, writer, watch, Weights(recipe, fleet, writer, watch), supply)
+        plane = recipe.data_plane
+        clear_s = plane.send_recv_timeout_s * plane.max_attempts  # how long TransferQueue itself tries
+        sweeper = Sweeper(
+            {dataplane.STAGING: supply.staging, dataplane.TRAIN: supply.training},
+            deadline_s=clear_s,
+            every_s=plane.sweep_every_s,
+            grace_s=clear_s,
+        )
+        return cls(recipe, fleet, writer, watch, Weights(recipe, fleet, writer, watch), supply, sweeper)

@@ -1,9 +1,10 @@
 """Supply: the replay buffer as the pumps wait on it.
 
-    rollout pump: await reserve ─► commit | abort          train pump: await take(count)
+    rollout pump: await reserve ─► commit | abort          train pump: await take(count) ─► trained
 
 Invariants: `reserve` waits until there is room (back-pressure), `take` until there are enough groups; whatever makes
-room or a group ready wakes both. Not here: which groups are chosen (train.buffer), clearing what they hold (sweeper).
+room or a group ready wakes both. It knows at any time whose rows in TransferQueue are still wanted.
+Not here: which groups are chosen (train.buffer), clearing what nobody wants (finalizer.sweeper).
 """
 
 from __future__ import annotations
@@ -21,6 +22,15 @@ class Supply:
     def __init__(self, buffer: ReplayBuffer) -> None:
         self.buffer = buffer
         self._changed = asyncio.Condition()
+        self._in_training: dict[str, Entry] = {}
+
+    def staging(self) -> set[str]:
+        """Rollouts whose staged calls are still wanted: those of groups that are being played or finalised."""
+        return _rollouts(self.buffer.groups("reserved"))
+
+    def training(self) -> set[str]:
+        """Rollouts whose training rows are wanted: being published, ready, or in the step that is being taken."""
+        return self.staging() | _rollouts([*self.buffer.groups("ready"), *self._in_training.values()])
 
     async def reserve(self, group_id: str, rollout_ids: Sequence[str], weight_version: int) -> None:
         """Wait for room, then reserve it."""
@@ -49,5 +59,15 @@ class Supply:
         async with self._changed:
             while not (taken := self.buffer.take(count, current_version=version)):
                 await self._changed.wait()
+            self._in_training |= {entry.group_id: entry for entry in taken}
             self._changed.notify_all()
         return taken
+
+    def trained(self, entries: Sequence[Entry]) -> None:
+        """The step on these groups has been taken: what is left of their rows may go."""
+        for entry in entries:
+            self._in_training.pop(entry.group_id, None)
+
+
+def _rollouts(entries: Sequence[Entry]) -> set[str]:
+    return {rollout_id for entry in entries for rollout_id in entry.rollout_ids}
