@@ -10,7 +10,7 @@ def ray_cluster(tmp_path_factory):
     """A local Ray of its own with 8 logical CPUs (slots for actors, not processors)."""
     import ray
 
-    from workbench.capture import dataplane
+    from workbench import dataplane
 
     ray.init(
         address="local",
@@ -28,7 +28,7 @@ def ray_cluster(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tq(ray_cluster):
     """A running data plane (two storage units), with short limits so that dead parts show soon."""
-    from workbench.capture import dataplane
+    from workbench import dataplane
 
     dataplane.start(storage_units=2, send_recv_timeout_s=5.0, max_attempts=1, start_timeout_s=90.0)
     yield dataplane

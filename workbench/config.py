@@ -187,8 +187,8 @@ def _interpolated(merged: DictConfig, path: Path) -> dict[str, Any]:
 
 
 def _forget_options_of_another(merged: DictConfig, layer: DictConfig) -> None:
-    """A layer that names another environment (or estimator) drops the options that were meant for the one before."""
-    for section in ("environment", "train.advantage"):
+    """A layer that names another environment, estimator or sampler drops the options meant for the one before."""
+    for section in ("environment", "train.advantage", "train.sampler"):
         name = OmegaConf.select(layer, f"{section}.name", throw_on_missing=False)
         if name is not None and name != OmegaConf.select(merged, f"{section}.name", throw_on_missing=False):
             OmegaConf.update(merged, f"{section}.options", {}, merge=False)

@@ -184,6 +184,15 @@ class Advantage(Section):
     """The estimator's own settings, such as `baseline: leave_one_out`."""
 
 
+class Sampler(Section):
+    name: str = "in_order"
+    """Which finished groups the next step takes. `in_order`: as they were started, so that a run is repeatable;
+    `weight_fifo`: whatever is ready, oldest weights first; `windowed`: that, and groups that lag more than
+    `train.max_staleness` versions behind are evicted and replaced; `package.module:Class`: one of your own."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """The sampler's own settings, such as `max_staleness: 0` of `windowed`."""
+
+
 class Train(Section):
     steps: Positive = 6
     """Optimiser steps; the weight version after the last one is this number."""
@@ -212,6 +221,11 @@ class Train(Section):
     """The ratio is clipped above 1 + this."""
     advantage: Advantage = Field(default_factory=Advantage)
     """How rewards become advantages."""
+    sampler: Sampler = Field(default_factory=Sampler)
+    """Which of the finished groups the next step takes."""
+    buffer_groups: Positive | None = None
+    """Groups that may be sampled or wait for the trainer at once; further ones wait for room. At least what the sampler
+    needs to fill a step. null: room for the step being trained, the next one, and each that may run ahead."""
     timeout_s: Seconds = 600.0
     """How long one optimiser step may take."""
     sync_timeout_s: Seconds = 120.0

@@ -69,6 +69,7 @@ def test_every_command_has_help_and_a_sentence():
         (("run", "cpu_smoke", "model.reasoning_parser=qwen33"), "no 'qwen33'; did you mean qwen3? the engine has"),
         (("run", "cpu_smoke", "train.advantage.name=grp"), "train.advantage: No advantage estimator 'grp'; there are"),
         (("recipe", "check", "cpu_smoke", "train.advantage.options.baseline=x"), "train.advantage: grpo: baseline is"),
+        (("run", "cpu_smoke", "train.buffer_groups=1"), "train.buffer_groups: expected at least 2"),
         (("run", "cpu_smoke", "--run", "../elsewhere"), "--run ../elsewhere: expected a name"),
         (("run", "no_such_recipe"), "No recipe file 'no_such_recipe'"),
         (("recipe", "check", "cpu_smoke", "environment.name=x"), "no environment 'x'"),

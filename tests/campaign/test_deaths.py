@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 from campaign.scripted_fleet import Running, scripted_recipe
 
-from workbench import runs
+from workbench import dataplane, runs
 from workbench.campaign.verify_run import verify_run
-from workbench.capture import dataplane
 from workbench.errors import ComponentDied
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]

@@ -17,20 +17,19 @@ import pytest
 import pytest_asyncio
 from capture.test_engine import Tap
 
-from workbench import models, runs
+from workbench import dataplane, models, runs
 from workbench.campaign.environments import make_environment
 from workbench.campaign.rollouts import RolloutPlan, RolloutPlayer
 from workbench.campaign.verify_run import verify_run
-from workbench.capture import dataplane
 from workbench.capture.staging import TransferQueueSink, TransferQueueSource
-from workbench.capture.transport import WORKER_TOKEN_ENV
-from workbench.capture.worker import PolicyServer, WorkerConfig
 from workbench.config import load_recipe
 from workbench.finalizer.actor import Finalizer
 from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome
 from workbench.gateway.client import ControlClient
 from workbench.gateway.process import GatewayProcess
 from workbench.gateway.settings import CONTROL_TOKEN
+from workbench.serving.door import WORKER_TOKEN_ENV
+from workbench.serving.worker import PolicyServer, WorkerConfig
 from workbench.wire import Cause
 
 pytestmark = [

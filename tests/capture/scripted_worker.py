@@ -12,8 +12,8 @@ import httpx
 import orjson
 
 from workbench.capture.staging import MemorySink
-from workbench.capture.transport import ADMISSION_HEADER, ROLLOUT_HEADER, WORKER_TOKEN_ENV
-from workbench.capture.worker import PolicyServer, WorkerConfig
+from workbench.serving.door import ADMISSION_HEADER, ROLLOUT_HEADER, WORKER_TOKEN_ENV
+from workbench.serving.worker import PolicyServer, WorkerConfig
 from workbench.wire import CaptureAdmission
 
 TOKEN = "worker-token-of-the-tests"

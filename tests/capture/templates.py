@@ -42,6 +42,59 @@ AIRY = (
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '\n<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# Content is text or a list of parts, as a request brings it.
+_WORDS = (
+    "{% macro words(content) %}{% if content is string %}{{ content }}{% elif content %}"
+    "{% for part in content %}{{ part['text'] }}{% endfor %}{% endif %}{% endmacro %}"
+)
+# Instructions and tools stand before the newest question; control words are plain text, the end of turn is a token.
+MISTRAL = (
+    _WORDS + "{{ '<s>' }}{% set ns = namespace(system='', last=-1) %}{% for m in messages %}"
+    "{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}"
+    "{% if m['role'] == 'system' %}{% set ns.system = words(m['content']) + '\n\n' %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{% if loop.index0 == ns.last and tools %}{{ '[TOOLS] ' + tools | tojson + '[/TOOLS]' }}{% endif %}"
+    "{{ '[INST] ' + (ns.system if loop.index0 == ns.last else '') + words(m['content']) + ' [/INST]' }}"
+    "{% elif m['role'] == 'tool' %}{{ '[TOOL_RESULTS] ' + words(m['content']) | tojson + '[/TOOL_RESULTS]' }}"
+    "{% elif m['role'] == 'assistant' %}{% if m['tool_calls'] %}{{ '[TOOL_CALLS] [' }}{% for call in m['tool_calls'] %}"
+    "{{ '{\"name\": \"' + call['function']['name'] + '\", \"arguments\": ' }}"
+    "{{ call['function']['arguments'] | tojson + ('}' if loop.last else '}, ') }}{% endfor %}{{ ']</s>' }}"
+    "{% else %}{{ ' ' + words(m['content']) | trim + '</s>' }}{% endif %}{% endif %}{% endfor %}"
+)
+# Reasoning is cut from every turn but a last one; nothing announces the model after a tool's output.
+DEEPSEEK = (
+    _WORDS + "{{ '<|begin|>' }}{% for m in messages %}{% if m['role'] == 'system' %}{{ words(m['content']) }}"
+    "{% elif m['role'] == 'user' %}{{ '<|User|>' + words(m['content']) + '<|Assistant|>' }}"
+    "{% elif m['role'] == 'tool' %}{{ '<|output|>' + words(m['content']) + '<|/output|>' }}"
+    "{% else %}{% set said = words(m['content']) %}"
+    "{% if '</think>' in said %}{% set said = said.split('</think>')[-1] %}{% endif %}{{ said }}"
+    "{% if m['tool_calls'] %}{{ '<|calls|>' }}{% for call in m['tool_calls'] %}"
+    "{{ '<|call|>function<|sep|>' + call['function']['name'] + '\n```json\n' + call['function']['arguments'] | tojson "
+    "+ '\n```<|/call|>' }}{% endfor %}{{ '<|/calls|>' }}{% endif %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+)
+# No turn has an end of its own: the model stops by beginning the next message.
+GLM = (
+    _WORDS + "{{ '<sop>' }}{% if tools %}{{ '<|system|>\n# Tools ' + tools | tojson }}{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'tool' %}"
+    "{{ '<|observation|>\n<tool_response>' + words(m['content']) + '</tool_response>' }}"
+    "{% elif m['role'] == 'assistant' %}{{ '<|assistant|>\n' + words(m['content']).strip() }}"
+    "{% for call in m['tool_calls'] or [] %}{{ '\n<tool_call>' + call['function']['name'] }}"
+    "{% for key, value in call['function']['arguments'].items() %}"
+    "{{ '\n<arg_key>' + key + '</arg_key>\n<arg_value>' + (value if value is string else value | tojson) }}"
+    "{{ '</arg_value>' }}{% endfor %}{{ '\n</tool_call>' }}{% endfor %}"
+    "{% else %}{{ '<|' + m['role'] + '|>\n' + words(m['content']) }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+# No token of its own at all: headings, and the model's end of sequence which the template does not write.
+HEADINGS = (
+    _WORDS + "{% for m in messages %}{{ '\n\n### ' + m['role'] + ':\n' + words(m['content']) }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\n\n### assistant:\n' }}{% endif %}"
+)
+# Writes a word of its own between an answer and the end of the turn.
+SIGNED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '[over]<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 TWICE = "{% for m in messages %}{{ m['content'] + '<|im_end|>' + m['content'] }}{% endfor %}"
 FORGETS = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
 
@@ -52,33 +105,81 @@ CORPUS = [
 ]
 
 
+_CHATML_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|im_start|>")
+_SENTENCEPIECE_TOKENS = ("</s>", "<s>", "<unk>")
+KINDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
+    # template; control tokens, the end of turn first; tokens that are added but stay in decoded text
+    "chatml": (CHATML, _CHATML_TOKENS, ()),
+    "llama3": (LLAMA3, ("<|eot_id|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"), ()),
+    "qwen": (QWEN, _CHATML_TOKENS, ("<tool_call>", "</tool_call>", "<think>", "</think>")),
+    "mistral": (MISTRAL, _SENTENCEPIECE_TOKENS, ()),
+    "headings": (HEADINGS, _SENTENCEPIECE_TOKENS, ()),
+    "deepseek": (
+        DEEPSEEK,
+        ("<|end|>", "<|begin|>", "<|User|>", "<|Assistant|>", "<|calls|>", "<|/calls|>", "<|call|>", "<|sep|>")
+        + ("<|/call|>", "<|output|>", "<|/output|>"),
+        ("<think>", "</think>"),
+    ),
+    "glm": (
+        GLM,
+        ("<|user|>", "<|observation|>", "<|endoftext|>", "<sop>", "<|system|>", "<|assistant|>"),
+        ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    ),
+    "airy": (AIRY, _CHATML_TOKENS, ()),
+    "signed": (SIGNED, _CHATML_TOKENS, ()),
+    "twice": (TWICE, _CHATML_TOKENS, ()),
+    "forgets": (FORGETS, _CHATML_TOKENS, ()),
+}
+
+
 @cache
 def tokenizer(kind: str) -> Any:
-    """A byte-level BPE tokenizer (fast, no model) with the special tokens and template of `kind`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    """A BPE tokenizer (fast, no model) with the special tokens and template of `kind`.
+
+    Byte-level, and for two kinds in SentencePiece's manner: a space is put before text that begins a string, and
+    characters out of the vocabulary become bytes.
+    """
     from transformers import PreTrainedTokenizerFast
 
-    llama = kind == "llama3"
-    special = (
-        ["<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"]
-        if llama
-        else ["<|endoftext|>", "<|im_end|>", "<|im_start|>"]
-    )
+    template, special, plain = KINDS[kind]
+    core = _sentencepiece(special) if special is _SENTENCEPIECE_TOKENS else _byte_level(special)
+    begin = next((name for name in special if name in ("<|begin_of_text|>", "<s>", "<|begin|>")), None)
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=special[0], pad_token=special[0], bos_token=begin)
+    made.add_tokens(list(plain))
+    made.chat_template = template
+    return made
+
+
+def _byte_level(special: tuple[str, ...]) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=420, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=420, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
     )
     core.train_from_iterator(CORPUS * 4, trainer)
-    end = "<|eot_id|>" if llama else "<|im_end|>"
-    begin = "<|begin_of_text|>" if llama else None
-    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=end, pad_token=end, bos_token=begin)
-    if kind == "qwen":
-        # Added, but not special: they stay in decoded text.
-        made.add_tokens(["<tool_call>", "</tool_call>", "<think>", "</think>"])
-    made.chat_template = {
-        "chatml": CHATML, "llama3": LLAMA3, "qwen": QWEN, "airy": AIRY, "twice": TWICE, "forgets": FORGETS
-    }[kind]  # fmt: skip
-    return made
+    return core
+
+
+def _sentencepiece(special: tuple[str, ...]) -> Any:
+    import json
+
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    draft = Tokenizer(models.BPE())
+    draft.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=list(special), show_progress=False)
+    draft.train_from_iterator(CORPUS * 4, trainer)
+    trained = json.loads(draft.to_str())["model"]
+    vocabulary = trained["vocab"]
+    for byte in range(256):
+        vocabulary[f"<0x{byte:02X}>"] = len(vocabulary)
+    merges = [tuple(pair) for pair in trained["merges"]]
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    core.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
+    core.add_special_tokens(list(special))
+    return core

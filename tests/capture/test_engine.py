@@ -22,13 +22,14 @@ from capture.speakers import SPEAKERS, through_gateway
 from capture.templates import QWEN
 
 from workbench import models
-from workbench.capture.engine import SamplingPins
 from workbench.capture.staging import MemorySink
-from workbench.capture.transport import WORKER_TOKEN_ENV, TaggedCall, current_call
-from workbench.capture.worker import PolicyServer, WorkerConfig
+from workbench.capture.transport import TaggedCall, current_call
 from workbench.errors import WeightSyncError
 from workbench.finalizer.verify import verify_and_linearize
 from workbench.ledger import LedgerStore, assemble_receipt
+from workbench.serving.door import WORKER_TOKEN_ENV
+from workbench.serving.sampling import SamplingPins
+from workbench.serving.worker import PolicyServer, WorkerConfig
 from workbench.wire import CaptureAdmission, StagedCall
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
@@ -315,7 +316,7 @@ async def test_reader_who_leaves_gets_the_call_staged_as_aborted(
     agent = Agent(worker.server, f"run.5.{stream:d}.0")
     admission = agent.admission()
     # Long enough that the news of the leaving reader comes first.
-    monkeypatch.setattr(worker.server.capturing, "_pins", SamplingPins(max_tokens=400))
+    monkeypatch.setattr(worker.server.capture.engine, "_pins", SamplingPins(max_tokens=400))
     request = {"model": "policy", "messages": [USER], "stream": stream, "ignore_eos": True}
     sent = asyncio.create_task(agent.http.post(agent.path, json=request, headers=agent.headers(admission)))
     deadline = asyncio.get_running_loop().time() + 10

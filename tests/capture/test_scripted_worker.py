@@ -12,8 +12,8 @@ from capture.scripted_worker import Agent, serving, text_of, write_script
 from capture.templates import tokenizer
 
 from workbench.capture.staging import MemorySink
-from workbench.capture.worker import PolicyServer
 from workbench.errors import DeadlineExceeded, ProbeFailed, SetupError
+from workbench.serving.worker import PolicyServer
 from workbench.wire import Cause, StagedCall
 
 USER = {"role": "user", "content": "hello there"}
@@ -150,7 +150,7 @@ async def test_engine_error_ends_the_call_without_coordinates_of_a_stage(
         assert answer.status_code == 500
         outcome = await agent.outcome(admission.model_call_id)
         assert outcome["failure"]["cause"] == Cause.REQUEST_FINISHED_WITHOUT_STAGED_COORDINATES
-        assert server.board.live_calls == 0
+        assert server.capture.board.live_calls == 0
 
 
 class SlowSink(MemorySink):
@@ -192,7 +192,7 @@ async def test_last_output_leaves_only_after_staging(
         await asyncio.wait_for(sink.asked.wait(), DEADLINE_S)
         # Time enough to answer, were it not held back.
         await asyncio.wait([call], timeout=0.3)
-        assert (ends, call.done(), server.board.live_calls) == ([], False, 1)
+        assert (ends, call.done(), server.capture.board.live_calls) == ([], False, 1)
         sink.go.set()
         await asyncio.wait_for(call, DEADLINE_S)
         assert len(ends) == 1
@@ -238,7 +238,7 @@ async def test_reader_who_leaves_gets_the_call_staged_as_aborted(
         (row,) = await sink.fetch([outcome["coords"]["staging_key"]])
         assert row.extras["finish_reason"] == "abort"
         await until(lambda: server.gate.running == 0)
-        assert server.board.live_calls == 0
+        assert server.capture.board.live_calls == 0
 
 
 async def test_prefix_comes_from_storage_in_one_read_when_memory_is_empty(
@@ -253,11 +253,11 @@ async def test_prefix_comes_from_storage_in_one_read_when_memory_is_empty(
             call_id, response, outcome = await agent.call(messages, call_id)
             assert outcome["failure"] is None
             messages = [*messages, said(text_of(response)), NEXT]
-        assert (server.prefixes.hits, server.prefixes.fetches, sink.reads) == (2, 0, 0)
-        server.prefixes.forget_all()
+        assert (server.capture.prefixes.hits, server.capture.prefixes.fetches, sink.reads) == (2, 0, 0)
+        server.capture.prefixes.forget_all()
         child, _, outcome = await agent.call(messages, call_id)
         assert outcome["failure"] is None
-        assert (server.prefixes.fetches, sink.reads) == (1, 1)
+        assert (server.capture.prefixes.fetches, sink.reads) == (1, 1)
         rows = await rows_of(sink, agent, child)
         assert joined(rows[:-1], "token_ids_delta") == joined(rows, "token_ids_delta")[: rows[-1].prev_len]
         assert (await agent.http.get("/workbench/status")).json()["prefix_fetches"] == 1
@@ -269,7 +269,7 @@ async def test_memory_for_prefixes_is_bounded(chatml_folder: Path, tmp_path: Pat
         agent = Agent(server, "run.0.0.0")
         for _ in range(8):
             await agent.call([USER])
-        assert 0 < server.prefixes.bytes_held <= 400
+        assert 0 < server.capture.prefixes.bytes_held <= 400
 
 
 async def test_prefix_that_cannot_be_had_is_a_typed_failure_and_the_agent_is_served(
@@ -334,7 +334,7 @@ async def test_calls_stay_held_after_an_update_until_it_was_proved(
     async with serving(chatml_folder, write_script(tmp_path, {"text": "one"}), monkeypatch) as (server, _):
         await server.update_weights("unused", 1, hold=True)
         held = asyncio.create_task(Agent(server, "run.0.0.0").call([USER]))
-        await until(lambda: server.board.live_calls == 1)
+        await until(lambda: server.capture.board.live_calls == 1)
         assert (await asyncio.wait([held], timeout=0.1))[0] == set()
         assert server.gate.running == 0
         server.resume()
@@ -396,7 +396,7 @@ async def test_prompt_beyond_the_window_is_a_client_error_without_coordinates(
         assert answer.status_code == 400
         assert "maximum context length" in answer.json()["error"]["message"]
         assert await agent.outcome(admission.model_call_id) is None
-        assert (sink.rows, server.board.live_calls) == ({}, 0)
+        assert (sink.rows, server.capture.board.live_calls) == ({}, 0)
 
 
 async def test_probe_proves_this_engine_and_leaves_nothing_behind(
@@ -423,7 +423,7 @@ async def test_probe_stops_a_begin_token_that_stands_twice(tmp_path: Path, monke
 
 
 async def test_worker_refuses_to_start_without_its_token(chatml_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    from workbench.capture.worker import WorkerConfig
+    from workbench.serving.worker import WorkerConfig
 
     monkeypatch.delenv("WORKBENCH_WORKER_TOKEN", raising=False)
     config = WorkerConfig(model_path=str(chatml_folder), engine="scripted", script_path="unused")

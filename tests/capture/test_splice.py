@@ -2,81 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import pytest
-from capture.templates import tokenizer
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from capture.splicing import Chat, parsed
 
-from workbench.capture.prefix import PrefixStore
-from workbench.capture.scripted import ChatParams, ScriptedRenderer
-from workbench.capture.splice import Splicer, mark_last_assistant_turn
-from workbench.capture.transport import TaggedCall, current_call
+from workbench.capture.splice import mark_last_assistant_turn
 from workbench.errors import SpliceError
-from workbench.wire import CaptureAdmission, Cause
+from workbench.wire import Cause
 
 USER = {"role": "user", "content": "hello there"}
 NEXT = {"role": "user", "content": "say hello"}
 CALL = {"type": "function", "id": "c1", "function": {"name": "search", "arguments": '{"query": "Rome"}'}}
-
-
-class Chat:
-    """One template: renders, splices, and knows what an engine would have run for the first turn."""
-
-    def __init__(self, kind: str) -> None:
-        self.tokenizer = tokenizer(kind)
-        self.renderer = ScriptedRenderer(self.tokenizer)
-        self.end = self.tokenizer.eos_token_id
-
-    def encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def text(self, messages: list[dict[str, Any]], **kwargs: Any) -> str:
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **kwargs)
-
-    def after_turn(self, messages: list[dict[str, Any]], sampled: list[int], **kwargs: Any) -> list[int]:
-        """The parent's cumulative ids: the prompt of `messages`, and what was sampled."""
-        return self.encode(self.text(messages, **kwargs)) + sampled
-
-    async def child(self, parent: list[int], messages: list[dict[str, Any]], **kwargs: Any) -> list[int] | tuple:
-        """Ids of the child's prompt, or the failure."""
-        admission = CaptureAdmission(
-            rollout_id="r.0.0.0",
-            model_call_id="child",
-            parent_call_id="parent",
-            prev_len=len(parent),
-            mode="token_in",
-            required_prefix_token_ids=parent,
-            parent_chain_hash="0" * 64,
-        )
-        call = TaggedCall(admission)
-        renderer = ScriptedRenderer(self.tokenizer)
-        splicer = Splicer(self.tokenizer, [self.end], PrefixStore(None, 1 << 20))
-        splicer.install(renderer)
-        token = current_call.set(call)
-        try:
-            _, prompt = await renderer.render_messages_async(messages, ChatParams(kwargs))
-        finally:
-            current_call.reset(token)
-            splicer.close()
-        if call.failure is not None:
-            assert prompt == {"prompt": self.text(_parsed(messages), **kwargs)}, "the agent gets the plain rendering"
-            return call.failure
-        return prompt["prompt_token_ids"]
-
-
-def _parsed(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as renderers hand them to templates: arguments are objects."""
-    import copy
-    import json
-
-    out = copy.deepcopy(messages)
-    for call in (call for message in out for call in message.get("tool_calls") or ()):
-        if isinstance(call["function"]["arguments"], str):
-            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
-    return out
 
 
 @pytest.mark.parametrize("kind", ["chatml", "llama3", "qwen"])
@@ -158,7 +93,7 @@ async def test_tool_call_turn_is_cut_at_its_end_of_turn(kind: str, content: str 
     assert prompt[: len(parent)] == parent
     tail = chat.tokenizer.decode(prompt[len(parent) :])
     # The rest of the plain rendering after the tool call's turn, whose end of turn was sampled.
-    assert chat.text(_parsed(messages), tools=tools).endswith(tail)
+    assert chat.text(parsed(messages), tools=tools).endswith(tail)
     assert "rain" in tail
     assert "arguments" not in tail
     assert not tail.startswith(chat.tokenizer.eos_token)
@@ -216,27 +151,13 @@ def test_marking_leaves_the_request_untouched() -> None:
         mark_last_assistant_turn([USER])
 
 
-ids = st.lists(st.integers(min_value=8, max_value=400), min_size=0, max_size=12)
-texts = st.text(alphabet=st.characters(codec="utf-8", exclude_characters="<|>\x00"), max_size=20)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    kind=st.sampled_from(["chatml", "llama3", "qwen"]), turns=st.lists(st.tuples(ids, st.booleans(), texts), max_size=3)
-)
-async def test_child_prompt_begins_with_parents_cumulative_ids(kind: str, turns: list[Any]) -> None:
-    """Any sampled ids, canonical or not, cut or ended, over several turns: they stay, and every turn is ended once."""
-    chat = Chat(kind)
-    messages: list[dict[str, Any]] = [USER]
-    sequence = chat.encode(chat.text(messages))
-    ends = sequence.count(chat.end)
-    for sampled, ended, question in turns:
-        sequence = sequence + sampled + ([chat.end] if ended else [])
-        said = chat.tokenizer.decode(sampled, skip_special_tokens=True)
-        messages = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": question}]
-        prompt = await chat.child(sequence, messages)
-        assert isinstance(prompt, list)
-        assert prompt[: len(sequence)] == sequence
-        ends += 2  # the assistant turn's and the user turn's, whoever wrote them
-        assert int(np.count_nonzero(np.array(prompt) == chat.end)) == ends
-        sequence = prompt
+async def test_a_word_of_the_templates_between_a_turns_text_and_its_sampled_end_is_refused() -> None:
+    chat = Chat("signed")
+    messages = [USER, {"role": "assistant", "content": "Paris"}, NEXT]
+    failure = await chat.child(chat.after_turn([USER], [*chat.encode("Paris"), chat.end]), messages)
+    assert failure[0] is Cause.SPLICE_BOUNDARY and "[over]" in failure[1]
+    # A turn that was cut takes the template's closing as it stands.
+    cut = chat.after_turn([USER], chat.encode("Paris"))
+    assert await chat.child(cut, messages) == cut + chat.encode(
+        "[over]<|im_end|>\n<|im_start|>user\nsay hello[over]<|im_end|>\n<|im_start|>assistant\n"
+    )

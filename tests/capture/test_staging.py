@@ -10,7 +10,7 @@ from chains import Chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workbench.capture import dataplane
+from workbench import dataplane
 from workbench.capture.staging import MemorySink, TransferQueueSink, TransferQueueSource, pack, tags_of, unpack
 from workbench.errors import DeadlineExceeded, StagingError
 from workbench.wire import Cause, StagedCall, encode_routes

@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from workbench.capture.transport import ADMISSION_HEADER, ROLLOUT_HEADER, CallBoard, CaptureGate, current_call
+from workbench.capture.transport import CallBoard, CaptureGate, current_call
+from workbench.serving.door import ADMISSION_HEADER, ROLLOUT_HEADER, Door
 from workbench.wire import CaptureAdmission, CommitCoords
 
 TOKEN = "secret"
@@ -42,7 +43,8 @@ def board() -> CallBoard:
 
 @pytest.fixture
 def http(inner: Inner, board: CallBoard) -> httpx.AsyncClient:
-    gate = CaptureGate(inner, board, token=TOKEN, status=lambda: {"weight_version": 3}, answer_timeout_s=0.2)
+    gate = CaptureGate(inner, board, answer_timeout_s=0.2)
+    gate = Door(gate, token=TOKEN, status=lambda: {"weight_version": 3}, takes_tagged=True)
     return httpx.AsyncClient(
         transport=httpx.ASGITransport(gate), base_url="http://worker", headers={"authorization": f"Bearer {TOKEN}"}
     )
@@ -168,8 +170,8 @@ async def test_status_says_what_the_worker_says(http: httpx.AsyncClient) -> None
     assert (await http.get("/workbench/status")).json() == {"weight_version": 3}
 
 
-async def test_capture_switched_off_takes_no_tagged_requests(inner: Inner, board: CallBoard) -> None:
-    gate = CaptureGate(inner, board, token=TOKEN, status=dict, capture_enabled=False)
+async def test_capture_switched_off_takes_no_tagged_requests(inner: Inner) -> None:
+    gate = Door(inner, token=TOKEN, status=dict, takes_tagged=False)
     http = httpx.AsyncClient(
         transport=httpx.ASGITransport(gate), base_url="http://worker", headers={"authorization": f"Bearer {TOKEN}"}
     )

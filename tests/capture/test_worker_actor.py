@@ -12,10 +12,9 @@ import psutil
 import pytest
 from capture.scripted_worker import TOKEN, Agent, close_clients, text_of
 
-from workbench import models
-from workbench.capture import dataplane
+from workbench import dataplane, models
 from workbench.capture.staging import TransferQueueSource
-from workbench.capture.transport import WORKER_TOKEN_ENV
+from workbench.serving.door import WORKER_TOKEN_ENV
 from workbench.wire import StagedCall
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.timeout(240)]
@@ -32,7 +31,7 @@ class Remote:
 
 
 async def test_killed_worker_leaves_staged_rows_and_no_process(tq: Any) -> None:
-    from workbench.capture.worker import PolicyWorker
+    from workbench.serving.worker import PolicyWorker
 
     config = {
         "model_path": str(models.build("tiny")),

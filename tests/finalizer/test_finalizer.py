@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 from test_group import chain, outcome
 
-from workbench.capture import dataplane
+from workbench import dataplane
 from workbench.capture.staging import TransferQueueSink, TransferQueueSource, pack
 from workbench.errors import FinalizerError
 from workbench.finalizer.actor import Finalizer, FinalizerActor, bos_of

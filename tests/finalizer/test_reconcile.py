@@ -9,7 +9,7 @@ import pytest
 from test_finalizer import finalize, plane, staged_group
 from test_group import BOS, chain, outcome, staged_of
 
-from workbench.capture import dataplane
+from workbench import dataplane
 from workbench.errors import FinalizerError, RunStoreError
 from workbench.finalizer.actor import Finalizer
 from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome, assemble

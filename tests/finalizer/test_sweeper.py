@@ -8,7 +8,7 @@ import pytest
 from chains import Chain
 from test_finalizer import plane
 
-from workbench.capture import dataplane
+from workbench import dataplane
 from workbench.capture.staging import TransferQueueSink, TransferQueueSource
 from workbench.finalizer.sweeper import Sweeper
 from workbench.wire import StagedCall

@@ -24,10 +24,10 @@ import uvicorn
 
 from workbench import models
 from workbench.capture.staging import MemorySink
-from workbench.capture.worker import PolicyServer, WorkerConfig
 from workbench.gateway.app import Gateway
 from workbench.gateway.client import ControlClient
 from workbench.gateway.settings import WORKER_TOKEN, GatewaySettings
+from workbench.serving.worker import PolicyServer, WorkerConfig
 
 CONTROL = "control-token-of-the-tests"
 WORKER = "worker-token-of-the-tests"

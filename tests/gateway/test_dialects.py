@@ -20,11 +20,11 @@ from transformers import AutoTokenizer
 from conftest import CONTROL, WORKER, Stack, gateway_over, until
 from workbench import models
 from workbench.capture.staging import MemorySink
-from workbench.capture.worker import PolicyServer, WorkerConfig
 from workbench.finalizer.verify import verify_and_linearize
 from workbench.gateway.client import ControlClient
 from workbench.gateway.settings import WORKER_TOKEN
 from workbench.ledger import assemble_receipt
+from workbench.serving.worker import PolicyServer, WorkerConfig
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

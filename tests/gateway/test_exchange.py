@@ -177,7 +177,7 @@ async def test_malformed_requests_are_refused(stack: Stack) -> None:
 async def test_after_freeze_a_call_is_refused_and_a_late_commit_changes_nothing(stack: Stack) -> None:
     agent = stack.agent("slow.late")
     late = asyncio.create_task(say(agent, ASK))
-    await until(lambda: stack.worker.board.live_calls, "the call is under way")
+    await until(lambda: stack.worker.capture.board.live_calls, "the call is under way")
     await stack.control.freeze("slow.late")
     with pytest.raises(openai.ConflictError) as refused:
         await say(agent, ASK)

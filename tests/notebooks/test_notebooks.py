@@ -31,7 +31,7 @@ def nbval(*paths: Path) -> subprocess.CompletedProcess[str]:
          "--nbval-sanitize-with", str(HERE / "sanitise.cfg"), "-c", os.devnull, "--rootdir", str(HERE),
          "-W", "ignore", *map(str, paths)],
         capture_output=True, text=True, timeout=110, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        env={**os.environ, "WORKBENCH_DISPLAY": "static", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
     )  # fmt: skip
 
 

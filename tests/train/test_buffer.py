@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+from dataclasses import dataclass
 
+import pytest
+
+from workbench.config import load_recipe
 from workbench.errors import RecipeError, ReplayBufferError
-from workbench.train.buffer import SAMPLERS, ReplayBuffer
+from workbench.train.buffer import ReplayBuffer
+from workbench.train.samplers import Sampler, Selection, sampler
 
 
 def keys(group_id, n=2):
     return [f"{group_id}.{i}.0" for i in range(n)]
 
 
-def filled(n, sampler="weight_fifo", version=0, **options):
-    buffer = ReplayBuffer(max(n, 1), sampler, **options)
+def filled(n, name="weight_fifo", version=0, **options):
+    buffer = ReplayBuffer(max(n, 1), sampler(name, **options))
     for i in range(n):
         buffer.reserve(f"g{i}", keys(f"g{i}"), version)
         buffer.commit_finalized(f"g{i}", keys(f"g{i}"))
@@ -49,8 +50,8 @@ def test_removing_two_groups_at_once_leaves_the_third():
 
 
 def test_in_order_waits_for_the_earlier_group_and_weight_fifo_does_not():
-    for sampler, expected in (("in_order", []), ("weight_fifo", ["g1"])):
-        buffer = ReplayBuffer(2, sampler)
+    for name, expected in (("in_order", []), ("weight_fifo", ["g1"])):
+        buffer = ReplayBuffer(2, name)
         for g in ("g0", "g1"):
             buffer.reserve(g, keys(g), 0)
         buffer.commit_finalized("g1", keys("g1"))
@@ -89,7 +90,7 @@ def test_windowed_evicts_what_is_too_stale_and_says_what_to_clear():
 
 
 def test_a_group_evicted_while_it_is_written_is_told_so_at_commit():
-    buffer = ReplayBuffer(1, "windowed", max_staleness=0)
+    buffer = ReplayBuffer(1, sampler("windowed", max_staleness=0))
     buffer.reserve("g0", keys("g0"), 0)
     assert buffer.take(1, 1) == []
     assert [d.train_keys for d in buffer.drain_evicted()] == [()]
@@ -120,80 +121,84 @@ def test_it_is_bounded_and_refuses_what_is_out_of_turn():
         buffer.take(0, 0)
 
 
-def test_settings_are_refused_with_the_allowed_values():
-    with pytest.raises(RecipeError, match="in_order, weight_fifo, windowed"):
-        ReplayBuffer(1, "random")
-    with pytest.raises(RecipeError, match="max_staleness"):
-        ReplayBuffer(1, "windowed")
-    with pytest.raises(RecipeError, match="1 group or more"):
-        ReplayBuffer(0)
+@dataclass(frozen=True)
+class NewestFirst(Sampler):
+    """A sampler of one's own: twice the groups of a step must be ready, and the newest half of them is taken."""
+
+    places: int = 2
+
+    def select(self, entries, count, version):
+        ready = [entry for entry in entries if entry.ready]
+        return Selection(ready[::-1][:count] if len(ready) >= self.places * count else [], [])
+
+    def places_needed(self, groups_per_step):
+        return self.places * groups_per_step
 
 
-class BufferMachine(RuleBasedStateMachine):
-    """Any order of events: each group leaves exactly once, as trained or as discarded."""
+class Unruly(Sampler):
+    """Chooses what is not ready."""
 
-    groups = Bundle("groups")
-
-    def __init__(self):
-        super().__init__()
-        self.version = 0
-        self.buffer = None
-        self.known: set[str] = set()
-        self.left: list[str] = []
-
-    @rule(target=groups, number=st.integers(0, 30), sampler=st.sampled_from(SAMPLERS), age=st.integers(0, 2))
-    def reserve(self, number, sampler, age):
-        if self.buffer is None:
-            self.buffer = ReplayBuffer(5, sampler, max_staleness=1 if sampler == "windowed" else None)
-        group = f"g{number}"
-        may = group not in self.known and self.buffer.free > 0
-        try:
-            self.buffer.reserve(group, keys(group), max(0, self.version - age))
-            assert may
-            self.known.add(group)
-        except ReplayBufferError:
-            assert not may
-        return group
-
-    @rule(group=groups)
-    def commit(self, group):
-        before = self.buffer.state(group)
-        try:
-            committed = self.buffer.commit_finalized(group, keys(group))
-        except ReplayBufferError:
-            assert before in (None, "ready", "consumed")
-        else:
-            assert committed == (before == "reserved")
-
-    @rule(group=groups)
-    def remove(self, group):
-        gone = self.buffer.remove(group)
-        if gone is not None:
-            self.left.append(gone.group_id)
-
-    @rule(count=st.integers(1, 4))
-    def take(self, count):
-        if self.buffer is None:
-            return
-        ready = len(self.buffer.groups("ready"))
-        taken = self.buffer.take(count, self.version)
-        evicted = [d.group_id for d in self.buffer.drain_evicted()]
-        assert len(taken) in (0, count) and all(e.ready for e in taken)
-        assert len(self.buffer.groups("ready")) >= ready - len(taken) - len(evicted)
-        self.left += ids(taken) + evicted
-
-    @rule()
-    def train(self):
-        self.version += 1
-
-    @invariant()
-    def every_group_is_in_exactly_one_place(self):
-        if self.buffer is None:
-            return
-        inside = ids(self.buffer.groups("ready")) + ids(self.buffer.groups("reserved"))
-        assert sorted(inside + self.left) == sorted(self.known)
-        assert len(inside) <= 5 and self.buffer.free == 5 - len(inside)
+    def select(self, entries, count, version):
+        return Selection(list(entries[:count]), [])
 
 
-TestBufferMachine = BufferMachine.TestCase
-TestBufferMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+def train_section(*overrides):
+    return load_recipe("cpu_smoke", ["train.groups_per_step=3", *overrides]).train
+
+
+@pytest.mark.parametrize(
+    ("overrides", "capacity"),
+    [
+        ((), 9),
+        (("train.max_staleness=0",), 6),
+        (("train.buffer_groups=3",), 3),
+        (("train.sampler.name=windowed", "train.buffer_groups=4"), 4),
+        ((f"train.sampler.name={__name__}:NewestFirst", "train.sampler.options.places=5"), 15),
+    ],
+)
+def test_a_recipe_makes_its_buffer(overrides, capacity):
+    assert ReplayBuffer.of(train_section(*overrides)).capacity == capacity
+
+
+def test_a_windowed_sampler_follows_the_recipes_staleness_unless_told_otherwise():
+    for overrides, kept in ((("train.max_staleness=2",), True), (("train.sampler.options.max_staleness=1",), False)):
+        buffer = ReplayBuffer.of(train_section("train.sampler.name=windowed", *overrides))
+        buffer.reserve("g0", keys("g0"), 3)
+        buffer.take(1, 5)
+        assert (buffer.state("g0") == "reserved") is kept
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("train.buffer_groups=2",), "train.buffer_groups: expected at least 3"),
+        ((f"train.sampler.name={__name__}:NewestFirst", "train.buffer_groups=5"), "expected at least 6"),
+        (("train.sampler.name=in_ordr",), "train.sampler: no sampler 'in_ordr', did you mean in_order"),
+        (("train.sampler.options.window=1",), "train.sampler: sampler in_order has no option 'window'; it has: none"),
+        (("train.sampler.name=windowed", "train.sampler.options.max_staleness=-1"), "whole number ≥ 0, got -1"),
+        (("train.sampler.name=no.such:Thing",), "cannot be imported: No module named 'no'"),
+        ((f"train.sampler.name={__name__}:Nobody",), "cannot be imported"),
+        ((f"train.sampler.name={__name__}:keys",), "expected a subclass of workbench.train.samplers.Sampler"),
+    ],
+)
+def test_a_recipe_that_would_deadlock_or_cannot_be_meant_is_refused(overrides, message):
+    with pytest.raises(RecipeError, match=r"^train\.") as caught:
+        ReplayBuffer.of(train_section(*overrides))
+    assert message in str(caught.value)
+
+
+def test_the_capacity_that_is_asked_for_is_enough_and_one_less_is_not():
+    for places, trained in ((5, 0), (6, 3)):
+        buffer = ReplayBuffer(places, NewestFirst())
+        for i in range(places):
+            buffer.reserve(f"g{i}", keys(f"g{i}"))
+            buffer.commit_finalized(f"g{i}", keys(f"g{i}"))
+        assert buffer.free == 0 and len(buffer.take(3, 0)) == trained
+
+
+def test_a_sampler_that_breaks_the_rules_is_named_and_changes_nothing():
+    buffer = ReplayBuffer(2, Unruly())
+    buffer.reserve("g0", keys("g0"))
+    with pytest.raises(ReplayBufferError, match=r"sampler Unruly.*chose \['g0'\]"):
+        buffer.take(1, 0)
+    assert buffer.state("g0") == "reserved"

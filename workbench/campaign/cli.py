@@ -54,10 +54,12 @@ def checked_recipe(name: str, overrides: tuple[str, ...]) -> Recipe:
     """The recipe, checked as far as that goes without starting anything."""
     from workbench.campaign.environments import make_environment
     from workbench.config import load_recipe
+    from workbench.train.buffer import ReplayBuffer
     from workbench.train.estimators import estimator
 
     recipe = load_recipe(name, overrides)
     make_environment(recipe)
+    ReplayBuffer.of(recipe.train)
     advantage = recipe.train.advantage
     try:
         estimator(advantage.name, **advantage.options)
@@ -109,8 +111,11 @@ def inspect(run_dir: str, rollout: str | None) -> None:
         click.echo(repr(stored))
         return
     from workbench.inspect import PrefixChain
+    from workbench.runs.drift import sentences
 
     click.echo(PrefixChain(stored, rollout).to_text())
+    for sentence in sentences(stored.drift(rollout)):
+        click.echo(sentence)
 
 
 @main.command()

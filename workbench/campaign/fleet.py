@@ -22,11 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from workbench import dataplane
 from workbench.actors import as_coroutine, within
 from workbench.campaign.doctor import before_a_run
 from workbench.campaign.proof import SyncProof, proof_ids, prove_weights
 from workbench.campaign.watch import Heartbeat
-from workbench.capture import dataplane
 from workbench.config import Recipe
 from workbench.errors import SetupError
 from workbench.finalizer.pool import FinalizerPool
@@ -170,8 +170,8 @@ class Fleet:
         self._data_plane_actors = await asyncio.to_thread(dataplane.actors, plane.storage_units)
 
     async def _start_actors(self, model_path: Path) -> None:
-        from workbench.capture.worker import PolicyWorker
         from workbench.finalizer.actor import FinalizerActor
+        from workbench.serving.worker import PolicyWorker
 
         worker_class: Any = PolicyWorker
         recipe = self.recipe

@@ -2,6 +2,7 @@
 
 In: nothing that is installed globally (a `python3` kernelspec may belong to another environment). Out: a kernel manager
 whose kernel is `sys.executable`, in a session of its own, so that a Ctrl-C in the terminal reaches the runner only.
+Inspectors show themselves as snapshots there: what is executed unattended is read without a kernel.
 Invariant: every process that the kernel started, directly or not, carries the kernel's mark in its environment, so all
 of them can be found and ended, the ones that have detached themselves too, and nobody else's.
 """
@@ -24,6 +25,7 @@ from jupyter_client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 
+from workbench.inspect.mode import VARIABLE as DISPLAY
 from workbench.places import MARK, ray_directories
 
 KERNEL_NAME = "workbench-run"
@@ -43,7 +45,7 @@ class OwnKernel:
                     "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
                     "display_name": f"Workbench ({Path(sys.prefix).name})",
                     "language": "python",
-                    "env": {MARK: self.mark, "PYDEVD_DISABLE_FILE_VALIDATION": "1"},
+                    "env": {MARK: self.mark, DISPLAY: "static", "PYDEVD_DISABLE_FILE_VALIDATION": "1"},
                 }
             )
         )

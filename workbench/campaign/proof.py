@@ -3,8 +3,8 @@
 Invariant: calls are admitted under a new version only after this has passed. What it finds: another model, another
 tokenizer, another meaning of log-prob or a coarser number type on one side.
 What it cannot find: one step's update. At a learning rate of 1e-5 that moves this prompt by 0.0004 nat, a bfloat16
-engine's rounding by 0.05; whether an engine took exactly these weights is proved on the weights (capture.weights).
-Not here: loading weights (capture.weights), publishing them (train.publish).
+engine's rounding by 0.05; whether an engine took exactly these weights is proved on the weights (serving.weights).
+Not here: loading weights (serving.weights), publishing them (train.publish).
 """
 
 from __future__ import annotations

@@ -3,19 +3,26 @@
     reserve ─► N agents side by side ─► finalizer (metadata only) ─► supply          one task a group
 
 Invariants: groups of step s start only when the weights of step s − 1 − max_staleness have been confirmed; at most
-`max_inflight_groups` are being played or finalised; a group that leaves by its typed exit is counted and replaced, so
-no step trains short. Not here: one rollout (rollouts), verification (finalizer), what is trained when (training).
+`max_inflight_groups` are being played or finalised; a group that leaves by its typed exit, or is evicted as too stale,
+is counted and replaced, so no step trains short.
+Not here: one rollout (rollouts), verification (finalizer), what is trained when (training).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Sequence
+from functools import partial
 
 from workbench.campaign.environments import Environment
 from workbench.campaign.rollouts import RolloutPlan, RolloutPlayer
 from workbench.campaign.state import CampaignState
+from workbench.errors import WorkbenchError
 from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome
+from workbench.finalizer.rows import clear_rows
+from workbench.train.buffer import Discarded
 
 
 class RolloutPump:
@@ -34,11 +41,31 @@ class RolloutPump:
         """Start the groups of every step after `steps_done` in order, each as soon as its staleness bound allows."""
         train = self._state.recipe.train
         async with asyncio.TaskGroup() as groups:
+            self._state.supply.on_evicted = partial(self._replace, groups)
             for step in range(steps_done + 1, train.steps + 1):
                 await self._state.weights.reached(step - 1 - train.max_staleness)
                 for _ in range(train.groups_per_step):
                     await self._slots.acquire()
                     groups.create_task(self._until_finalized(step))
+            # Until the last step has its groups, one of them may be evicted and need another in its place.
+            await self._state.weights.reached(train.steps)
+
+    def _replace(self, groups: asyncio.TaskGroup, evicted: Discarded) -> None:
+        state, step = self._state, self._state.weights.version + 1
+        state.evicted += 1
+        state.writer.event("group_evicted", step=step, group_id=evicted.group_id, reason=evicted.reason)
+        groups.create_task(self._clear(evicted.train_keys))
+        groups.create_task(self._when_free(step))
+
+    async def _when_free(self, step: int) -> None:
+        await self._slots.acquire()
+        await self._until_finalized(step)
+
+    async def _clear(self, train_keys: Sequence[str]) -> None:
+        """Remove the rows of a group that nobody will train on. What fails here costs memory, not the campaign."""
+        if train_keys:
+            with contextlib.suppress(WorkbenchError):
+                await clear_rows(train_keys, deadline_s=self._state.recipe.finalizer.timeout_s)
 
     async def _until_finalized(self, step: int) -> None:
         """Sample and finalise one group for `step`; one that cannot be published is replaced by a fresh one."""
@@ -81,7 +108,8 @@ class RolloutPump:
             return False
         self._record(step, group, sampled_s)
         versions = [row.weight_version_min for row in group.rows if row.weight_version_min is not None]
-        await state.supply.commit(group, weight_version=min(versions, default=version))
+        if not await state.supply.commit(group, weight_version=min(versions, default=version)):
+            await self._clear(group.train_keys)  # evicted while it was played; another one has been started since
         return True
 
     async def _play_all(self, plans: list[RolloutPlan]) -> list[RolloutOutcome]:

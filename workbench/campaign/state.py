@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from workbench import dataplane
 from workbench.campaign.fleet import Fleet
 from workbench.campaign.supply import Supply
 from workbench.campaign.sync import Weights
 from workbench.campaign.watch import Watch
-from workbench.capture import dataplane
 from workbench.config import Recipe
 from workbench.finalizer.sweeper import Sweeper
 from workbench.runs.writer import RunWriter
@@ -29,17 +29,16 @@ class CampaignState:
     sweeper: Sweeper
     replaced: int = 0
     """Groups that left by their typed exit and were sampled afresh."""
+    evicted: int = 0
+    """Groups that were given up as too stale; others were sampled in their place."""
     rejections: Counter[str] = field(default_factory=Counter)
     """Cause -> rollouts that became placeholders."""
 
     @classmethod
     def begin(cls, recipe: Recipe, fleet: Fleet, writer: RunWriter) -> CampaignState:
         """The state of a campaign that has sampled and trained nothing yet."""
-        train = recipe.train
         watch = Watch(recipe.rollouts.stall_timeout_s)
-        # Groups of the step being trained, of the step being sampled, and of each further step that may run ahead.
-        capacity = train.groups_per_step * (train.max_staleness + 2)
-        supply = Supply(ReplayBuffer(capacity=capacity, sampler="in_order"))
+        supply = Supply(ReplayBuffer.of(recipe.train))
         plane = recipe.data_plane
         clear_s = plane.send_recv_timeout_s * plane.max_attempts  # how long TransferQueue itself tries
         sweeper = Sweeper(

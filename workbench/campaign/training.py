@@ -30,10 +30,11 @@ class TrainPump:
 
     async def _step(self, step: int) -> None:
         state, train = self._state, self._state.recipe.train
-        waited_from = time.monotonic()
+        waited_from, evicted_before = time.monotonic(), state.evicted
         state.writer.status(phase="sampling", step=step, steps=train.steps)
         taken = await state.supply.take(train.groups_per_step, state.weights.version)
         waited_s = time.monotonic() - waited_from
+        evicted = state.evicted - evicted_before
         keys = [key for group in taken for key in group.train_keys]
         state.writer.status(phase="training", step=step)
         began = time.monotonic()
@@ -46,7 +47,8 @@ class TrainPump:
         state.watch.moved()
         with state.watch.doing(f"step {step}", "weight sync"):
             synced = await state.weights.advance(step)
-        self._record(step, taken, trained | synced, waited_s=waited_s, trained_s=trained_s)
+        measured = trained | synced | {"groups_evicted": evicted}
+        self._record(step, taken, measured, waited_s=waited_s, trained_s=trained_s)
 
     def _record(
         self, step: int, taken: list[Entry], measured: dict[str, Any], *, waited_s: float, trained_s: float

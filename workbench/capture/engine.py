@@ -14,132 +14,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
 
 from workbench.capture.collect import CollectedCall
 from workbench.capture.core import ActiveCall, CaptureCore
 from workbench.capture.prefix import PrefixStore
 from workbench.capture.transport import CallBoard, TaggedCall, current_call
-from workbench.errors import CallRefused, CaptureError, DeadlineExceeded
+from workbench.errors import CallRefused, CaptureError
+from workbench.serving.gate import GatedEngine, GenerationGate
+from workbench.serving.sampling import SamplingPins
 from workbench.wire import Cause
 
 ABORT_TIMEOUT_S = 10.0
 """How long an abandoned call may take to stop before it is recorded as failed."""
-
-
-class SamplingPins(BaseModel):
-    """The recipe's sampling settings. Captured calls are sampled with these, whatever the request says."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    temperature: float = Field(default=1.0, ge=0.0)
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=0, ge=0)
-    """0 keeps all tokens."""
-    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    max_tokens: int | None = Field(default=None, ge=1)
-    """Upper bound of a call's generation, in tokens; None leaves it to the request."""
-
-    def pinned(self) -> dict[str, Any]:
-        """What a captured call is sampled with. Penalties and bias would change the distribution: neutral."""
-        return {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            "repetition_penalty": 1.0,
-            "min_tokens": 0,
-            "logit_bias": None,
-            "bad_words": None,
-            "allowed_token_ids": None,
-        }
-
-
-class GenerationGate:
-    """Lets calls run together, or one weight update alone.
-
-    A closing gate holds new calls back and waits until the running ones are done, so no call straddles two versions.
-    """
-
-    def __init__(self) -> None:
-        self.running = 0
-        self.held = False
-        """Whether a weight update has ended and keeps calls back all the same, until `open`."""
-        self._open = asyncio.Event()
-        self._open.set()
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    @contextlib.asynccontextmanager
-    async def call(self) -> AsyncIterator[None]:
-        """Hold while one generation runs."""
-        while not self._open.is_set():
-            await self._open.wait()
-        self.running += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self.running -= 1
-            if self.running == 0:
-                self._idle.set()
-
-    @contextlib.asynccontextmanager
-    async def alone(self, timeout_s: float, *, stay_closed: bool = False) -> AsyncIterator[None]:
-        """Hold while nothing may run; `stay_closed` leaves the gate closed afterwards, until `open`.
-
-        Raises `DeadlineExceeded`, with the gate open, when running calls do not end within `timeout_s`.
-        """
-        if not self._open.is_set():
-            raise CaptureError("A weight update is already in progress; expected one at a time.")
-        self._open.clear()
-        try:
-            try:
-                await asyncio.wait_for(self._idle.wait(), timeout_s)
-            except TimeoutError as error:
-                raise DeadlineExceeded(
-                    f"{self.running} generations still ran {timeout_s:g} s after a weight update asked for quiet."
-                ) from error
-            yield
-        except BaseException:
-            self._open.set()
-            raise
-        self.held = stay_closed
-        if not stay_closed:
-            self._open.set()
-
-    def open(self) -> None:
-        """Let the calls go on that were held back."""
-        self.held = False
-        self._open.set()
-
-
-class GatedEngine:
-    """An engine client whose generations wait at the gate; everything else is the engine's own."""
-
-    def __init__(self, engine: Any, gate: GenerationGate) -> None:
-        self._engine = engine
-        self._gate = gate
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    async def generate(
-        self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
-    ) -> AsyncGenerator[Any, None]:
-        """The engine's `generate`, unchanged."""
-        async with self._gate.call():
-            outputs = self._engine.generate(prompt, sampling_params, request_id, **kwargs)
-            # Closed here and now when the reader leaves: the gate must not open while the engine still runs the call.
-            async with contextlib.aclosing(outputs):
-                async for output in outputs:
-                    yield output
 
 
 class CapturingEngine(GatedEngine):

@@ -18,12 +18,14 @@ import httpx
 import numpy as np
 import orjson
 
-from workbench.capture.transport import ADMISSION_HEADER, ROLLOUT_HEADER, WORKER_TOKEN_ENV
 from workbench.errors import ProbeFailed, StagingError
+from workbench.serving.door import ADMISSION_HEADER, ROLLOUT_HEADER, WORKER_TOKEN_ENV
 from workbench.wire import CaptureAdmission, StagedCall
 
 if TYPE_CHECKING:
-    from workbench.capture.worker import PolicyServer
+    from workbench.capture.attach import Capture
+    from workbench.capture.core import StagingSource
+    from workbench.serving.worker import PolicyServer
 
 ROOT = [{"role": "user", "content": "Name the capital of France, then count from 1 to 3."}]
 FOLLOW_UP = {"role": "user", "content": "Thank you. And of Italy?"}
@@ -33,28 +35,26 @@ MAX_MEAN_DELTA = 0.25
 REQUEST_TIMEOUT_S = 60.0
 
 
-async def run_probe(server: PolicyServer) -> dict[str, Any]:
+async def run_probe(server: PolicyServer, capture: Capture) -> dict[str, Any]:
     """Returns what was found (token counts, `prefix_stable`, `equals_plain_rendering`, ...). Raises `ProbeFailed`."""
-    if not server.config.capture_enabled:
-        return {"capture_enabled": False}
-    if server.source is None:
+    if capture.source is None:
         raise ProbeFailed("The probe reads staged rows back, but this worker has no staging source.")
     began = time.perf_counter()
     keys: list[str] = []
     try:
-        return await _converse(server, keys) | {"seconds": round(time.perf_counter() - began, 3)}
+        return await _converse(server, capture.source, keys) | {"seconds": round(time.perf_counter() - began, 3)}
     finally:
-        await server.source.clear(keys)
+        await capture.source.clear(keys)
 
 
-async def _converse(server: PolicyServer, keys: list[str]) -> dict[str, Any]:
+async def _converse(server: PolicyServer, source: StagingSource, keys: list[str]) -> dict[str, Any]:
     rollout_id = f"probe.{uuid.uuid4().hex[:12]}.0.0"
     headers = {"authorization": f"Bearer {os.environ[WORKER_TOKEN_ENV]}", ROLLOUT_HEADER: rollout_id}
     root = CaptureAdmission(rollout_id=rollout_id, model_call_id=uuid.uuid4().hex, mode="text")
     async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=REQUEST_TIMEOUT_S) as http:
         body = {"model": server.config.served_model_name, "messages": ROOT, "max_tokens": MAX_TOKENS}
         served, completion_tokens = await _whole(http, body, root)
-        first = await _staged(server, http, root, keys)
+        first = await _staged(source, http, root, keys)
         sampled = int(first.token_mask_delta.sum())
         if sampled != completion_tokens:
             raise ProbeFailed(
@@ -72,7 +72,7 @@ async def _converse(server: PolicyServer, keys: list[str]) -> dict[str, Any]:
         )
         messages = [*ROOT, {"role": "assistant", "content": served}, FOLLOW_UP]
         await _streamed(http, body | {"messages": messages, "stream": True}, child)
-        second = await _staged(server, http, child, keys)
+        second = await _staged(source, http, child, keys)
     found = _check_child(server, first, second, messages, served)
     return {
         "capture_enabled": True,
@@ -114,7 +114,7 @@ def _check_no_ids(response: dict[str, Any]) -> None:
 
 
 async def _staged(
-    server: PolicyServer, http: httpx.AsyncClient, admission: CaptureAdmission, keys: list[str]
+    source: StagingSource, http: httpx.AsyncClient, admission: CaptureAdmission, keys: list[str]
 ) -> StagedCall:
     """The staged row of one probe call; adds its key to `keys`."""
     answer = await http.get(f"/workbench/capture/{admission.model_call_id}")
@@ -124,8 +124,7 @@ async def _staged(
     if outcome["failure"] is not None:
         raise ProbeFailed(f"Capture failed with {outcome['failure']['cause']}: {outcome['failure']['detail']}")
     keys.append(outcome["coords"]["staging_key"])
-    assert server.source is not None
-    (row,) = await server.source.fetch(keys[-1:])
+    (row,) = await source.fetch(keys[-1:])
     if isinstance(row, StagingError):
         raise ProbeFailed(f"The probe's call was acknowledged but cannot be read back: {row}")
     return row

@@ -90,10 +90,28 @@ class TurnBoundary:
         self._tokenizer = tokenizer
         self._added = {int(i): str(token) for i, token in tokenizer.added_tokens_decoder.items()}
         self._stop_texts = [self._added[i] for i in stop_token_ids if i in self._added]
+        self._anchor = next(
+            (
+                int(i)
+                for i, token in tokenizer.added_tokens_decoder.items()
+                if not (getattr(token, "rstrip", False) or getattr(token, "single_word", False))
+            ),
+            None,
+        )
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text` alone, without the tokenizer's own begin or end tokens."""
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+        """Ids of `text` as it stands in the middle of a prompt, without the tokenizer's own begin or end tokens.
+
+        Behind a control token, which is cut off again: tokenizers in SentencePiece's manner put a space before text
+        that begins a string, and a tail begins none.
+        """
+        if not text:
+            return []
+        if self._anchor is not None:
+            first, *ids = self._tokenizer(self._added[self._anchor] + text, add_special_tokens=False)["input_ids"]
+            if first == self._anchor:
+                return ids
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def tail_after_text(self, after: str, last_id: int) -> tuple[str, int | None]:
         """The tail's text for a turn that ends in its content, given the rendering `after` the sentinel.
@@ -107,24 +125,52 @@ class TurnBoundary:
             return rest, last_id
         return after, None
 
+    def writes_more(self, after: str, last_id: int) -> bool:
+        """Whether the model ended the turn by `last_id`, and other text than that or another token comes first."""
+        ended = self._added.get(last_id) in self._stop_texts
+        return ended and not after.lstrip().startswith(tuple(self._added.values()))
+
+    def check_text_closing(self, closing: str, last_id: int) -> None:
+        """Refuse a turn that the model ended where its template writes more before that end.
+
+        `closing` is what closes the turn when nothing follows it. Raises `SpliceError`: with the tail after the content
+        the end would stand twice, with the tail after the end the template's own words would be missing.
+        """
+        end = self._added[last_id]
+        if end in closing:
+            raise SpliceError(
+                f"The template writes {closing[: closing.index(end)][:40]!r} between a turn's text and its end."
+            )
+
     def tail_after_call(self, after: str, closing: str, last_id: int) -> tuple[str, int | None]:
         """The same for a turn that ends in a tool call; `closing` is what closes that turn when nothing follows it.
 
-        The rest of the call (quotes, braces) was sampled by the model, so the tail begins at the end of turn, which
-        must stand in `closing`. Raises `SpliceError` when it does not.
+        The rest of the call (quotes, braces) was sampled by the model, so the tail begins at the end of turn: the one
+        in `closing`, or the delimiter of the next message where that is what ends a turn. Raises `SpliceError` when
+        there is neither.
         """
         end = self._added.get(last_id)
-        sampled = end is not None and end in closing
-        marker = end if sampled else next((text for text in self._stop_texts if text in closing), None)
+        if end is not None and end in closing:
+            marker: str | None = end
+        else:
+            marker = min((text for text in self._stop_texts if text in closing), key=closing.index, default=None)
         if marker is None:
-            raise SpliceError(
-                f"The template ends a tool-call turn with {closing[-40:]!r}, without an end-of-turn token."
-            )
+            return self._tail_after_open_call(after, closing, last_id)
         start = closing.index(marker)
         upto = start + len(marker)
         if after[:upto] != closing[:upto]:
             raise SpliceError("The template closes the tool-call turn differently once other messages follow it.")
-        return after[start:], last_id if sampled else None
+        return after[start:], last_id if marker == end else None
+
+    def _tail_after_open_call(self, after: str, closing: str, last_id: int) -> tuple[str, int | None]:
+        """A template that ends no turn by itself: the next message's delimiter does."""
+        tail = after[len(closing) :].lstrip() if after.startswith(closing) else ""
+        if not tail.startswith(tuple(self._stop_texts)):
+            raise SpliceError(
+                f"The template ends a tool-call turn with {closing[-40:]!r}, without an end-of-turn token."
+            )
+        end = self._added.get(last_id)
+        return tail, last_id if end is not None and tail.startswith(end) else None
 
     def tail_ids(self, text: str, drop_first: int | None) -> list[int]:
         """Ids of the tail's text, without the sampled end of turn that it may begin with."""
@@ -201,19 +247,25 @@ class Splicer:
         after_call = text_after(rendered, marked.call_sentinel) if marked.call_sentinel else None
         after_content = text_after(rendered, marked.content_sentinel) if marked.content_sentinel else None
         if after_call is not None and (after_content is None or len(after_call) < len(after_content)):
-            alone = _without_generation_prompt(params)
-            closed = await self._text(marked.messages[: marked.index + 1], alone, render)
-            closing = text_after(closed, marked.call_sentinel or "")
+            closing = await self._closing(marked, marked.call_sentinel or "", params, render)
             if closing is None:
                 raise SpliceError("The template leaves out a final tool-call turn, so its end cannot be found.")
             text, drop = self._boundary.tail_after_call(after_call, closing, last_id)
         elif after_content is not None:
             text, drop = self._boundary.tail_after_text(after_content, last_id)
+            if drop is None and self._boundary.writes_more(after_content, last_id):
+                closing = await self._closing(marked, marked.content_sentinel or "", params, render)
+                self._boundary.check_text_closing(closing or "", last_id)
         else:
             raise SpliceError("The template does not render the last assistant turn, so its end cannot be found.")
         if len(text) <= LONG_TAIL_CHARS:
             return self._boundary.tail_ids(text, drop)
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._boundary.tail_ids, text, drop)
+
+    async def _closing(self, marked: MarkedTurn, sentinel: str, params: Any, render: Render) -> str | None:
+        """What closes the marked turn when nothing follows it; None when the template then leaves the turn out."""
+        alone = _without_generation_prompt(params)
+        return text_after(await self._text(marked.messages[: marked.index + 1], alone, render), sentinel)
 
     async def _text(self, messages: Messages, params: Any, render: Render) -> str:
         try:

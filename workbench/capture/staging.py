@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from workbench.capture import dataplane
+from workbench import dataplane
 from workbench.capture.staged_row import (
     COLUMNS,
     ROUTES,

@@ -3,7 +3,7 @@
     gateway ── POST …, x-workbench-rollout, x-workbench-admission ──▶ CaptureGate ──▶ the serving app ──▶ engine wrapper
     gateway ── GET /workbench/capture/<call id> ──▶ CallBoard ──▶ {"coords": …, "failure": …}
 
-The gate is ASGI middleware: it checks the bearer token, refuses what capture cannot record exactly, and puts a
+The gate is ASGI middleware behind the worker's door: it refuses what capture cannot record exactly, and puts a
 `TaggedCall` into a context variable that the renderer hook and the engine wrapper read. A request without the rollout
 header is untagged: it passes and nothing is recorded. Token ids never travel here, in either direction.
 Not here: what a staged call is (core), where its prompt comes from (splice), how ids are collected (engine).
@@ -12,9 +12,8 @@ Not here: what a staged call is (core), where its prompt comes from (splice), ho
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,15 +23,19 @@ import orjson
 from pydantic import ValidationError
 
 from workbench.errors import CallRefused, WireError
+from workbench.serving.door import (
+    ADMISSION_HEADER,
+    ROLLOUT_HEADER,
+    App,
+    Receive,
+    Scope,
+    Send,
+    header_map,
+    is_tagged,
+    refuse,
+    send_json,
+)
 from workbench.wire import CaptureAdmission, Cause, CommitCoords
-
-ADMISSION_HEADER = "x-workbench-admission"
-ROLLOUT_HEADER = "x-workbench-rollout"
-WORKER_TOKEN_ENV = "WORKBENCH_WORKER_TOKEN"
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def decode_admission(header: str) -> CaptureAdmission:
@@ -114,53 +117,35 @@ class CallBoard:
 class CaptureGate:
     """ASGI middleware in front of the worker's serving app. See the module's head for what it does."""
 
-    def __init__(
-        self,
-        app: Callable[[Scope, Receive, Send], Awaitable[None]],
-        board: CallBoard,
-        *,
-        token: str,
-        status: Callable[[], dict[str, Any]],
-        capture_enabled: bool = True,
-        answer_timeout_s: float = 15.0,
-    ) -> None:
+    def __init__(self, app: App, board: CallBoard, *, answer_timeout_s: float = 15.0) -> None:
         self._app = app
         self._board = board
-        self._expected = b"Bearer " + token.encode()
-        self._status = status
-        self._capture_enabled = capture_enabled
         self._answer_timeout_s = answer_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == "/health":
+        if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = {name.lower(): value for name, value in scope["headers"]}
-        if not hmac.compare_digest(headers.get(b"authorization", b""), self._expected):
-            await _reply(send, 401, "The worker answers its gateway only: expected a bearer token, the worker's own.")
-            return
         path: str = scope["path"]
-        if path == "/workbench/status":
-            await _send_json(send, 200, self._status())
-        elif path.startswith("/workbench/capture/"):
+        if path.startswith("/workbench/capture/"):
             await self._coordinates(path.rsplit("/", 1)[1], send)
-        elif ROLLOUT_HEADER.encode() in headers or ADMISSION_HEADER.encode() in headers:
-            await self._tagged(headers, scope, receive, send)
+        elif is_tagged(scope):
+            await self._tagged(header_map(scope), scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
     async def _coordinates(self, call_id: str, send: Send) -> None:
         answer = await self._board.answer(call_id, self._answer_timeout_s)
         if answer is None:
-            await _reply(send, 404, f"This worker has no coordinates for call {call_id}.")
+            await refuse(send, 404, f"This worker has no coordinates for call {call_id}.")
         else:
-            await _send_json(send, 200, answer)
+            await send_json(send, 200, answer)
 
     async def _tagged(self, headers: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send) -> None:
         try:
             call, body = await self._admit(headers, receive)
         except (CallRefused, WireError) as error:
-            await _reply(send, 400, str(error))
+            await refuse(send, 400, str(error))
             return
         context = current_call.set(call)
         try:
@@ -171,8 +156,6 @@ class CaptureGate:
                 self._board.close(call)
 
     async def _admit(self, headers: dict[bytes, bytes], receive: Receive) -> tuple[TaggedCall, bytes]:
-        if not self._capture_enabled:
-            raise CallRefused("Token capture is off on this worker, so it takes no tagged requests.")
         encoded = headers.get(ADMISSION_HEADER.encode())
         rollout_id = headers.get(ROLLOUT_HEADER.encode(), b"").decode("latin-1")
         if encoded is None:
@@ -252,14 +235,3 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
-
-
-async def _reply(send: Send, status: int, message: str) -> None:
-    await _send_json(send, status, {"error": {"message": message, "type": "workbench_error", "code": status}})
-
-
-async def _send_json(send: Send, status: int, payload: dict[str, Any]) -> None:
-    body = orjson.dumps(payload)
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -23,8 +23,8 @@ from typing import Any
 import ray
 
 from workbench.capture.core import StagingSource
-from workbench.capture.dataplane import connect, drain_clears
 from workbench.capture.staging import TransferQueueSource
+from workbench.dataplane import connect, drain_clears
 from workbench.errors import FinalizerError, SetupError, WorkbenchError
 from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, assemble
 from workbench.finalizer.parts import write_group

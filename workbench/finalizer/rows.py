@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from workbench.capture import dataplane
+from workbench import dataplane
 from workbench.capture.staged_row import split_rows
 from workbench.errors import WorkbenchError
 

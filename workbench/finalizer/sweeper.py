@@ -18,7 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Set
 
-from workbench.capture import dataplane
+from workbench import dataplane
 
 _LOG = logging.getLogger(__name__)
 

@@ -1,16 +1,25 @@
 """Inspect: look at a run, a rollout or a foreign ledger in a notebook, with a kernel or without.
 
-Inspectors take a run (or its frames) and give objects that show themselves as a picture and a text without script:
-`PrefixChain`, `TokenStrip`, `PoisonTable`, `LogprobDelta`, `CaptureRate`, `RewardCurve`. `snapshot()` is that form.
+Inspectors take a run (or its frames) and give objects that show themselves: `PrefixChain`, `TokenStrip`, `PoisonTable`,
+`LogprobDelta`, `RowDiff`, `CaptureRate`, `RewardCurve`. `snapshot()` is a picture and a text without script, `live` a
+widget over the same object; `set_mode` says which of them a notebook shows.
 """
 
-from workbench.inspect.choose import telling_rollout
-from workbench.inspect.figures import CaptureRate, RewardCurve
-from workbench.inspect.logprobs import LogprobDelta
-from workbench.inspect.prefix_chain import PrefixChain
-from workbench.inspect.snapshot import Snapshot
-from workbench.inspect.tables import PoisonTable
-from workbench.inspect.token_strip import TokenStrip
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from workbench.inspect.mode import display_mode, set_mode
+
+if TYPE_CHECKING:
+    from workbench.inspect.choose import telling_rollout
+    from workbench.inspect.figures import CaptureRate, RewardCurve
+    from workbench.inspect.logprobs import LogprobDelta
+    from workbench.inspect.prefix_chain import PrefixChain
+    from workbench.inspect.row_diff import RowDiff
+    from workbench.inspect.snapshot import Snapshot
+    from workbench.inspect.tables import PoisonTable
+    from workbench.inspect.token_strip import TokenStrip
 
 __all__ = [
     "CaptureRate",
@@ -18,7 +27,31 @@ __all__ = [
     "PoisonTable",
     "PrefixChain",
     "RewardCurve",
+    "RowDiff",
     "Snapshot",
     "TokenStrip",
+    "display_mode",
+    "set_mode",
     "telling_rollout",
 ]
+
+_HOMES = {
+    "CaptureRate": "figures",
+    "LogprobDelta": "logprobs",
+    "PoisonTable": "tables",
+    "PrefixChain": "prefix_chain",
+    "RewardCurve": "figures",
+    "RowDiff": "row_diff",
+    "Snapshot": "snapshot",
+    "TokenStrip": "token_strip",
+    "telling_rollout": "choose",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # The display mode is asked for where nothing is drawn; matplotlib comes only with an inspector.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -8,17 +8,23 @@ calls stand (`layout`), how the card looks (`chain_picture`), tokens (`tokens`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import polars as pl
 from matplotlib.figure import Figure
 
 from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
+from workbench.inspect.chain_columns import chain_columns
 from workbench.inspect.chain_picture import draw_chain
+from workbench.inspect.custody import custody_of, rollout_row
 from workbench.inspect.ids import short_id
 from workbench.inspect.layout import Place, place_calls
-from workbench.inspect.snapshot import StaticView
+from workbench.inspect.snapshot import LiveView
+
+if TYPE_CHECKING:
+    from workbench.inspect.live.chain import ChainAndTokens
 
 _SHOWN = (
     "rollout_id",
@@ -50,17 +56,18 @@ RELATION_WORDS = {
 }
 
 
-class PrefixChain(StaticView):
+class PrefixChain(LiveView):
     """The prefix tree of one rollout.
 
     `source` is a run (anything with `.calls` and `.rollouts` frames) or a calls frame; `rollout_id` may be left out
-    where the frame holds one rollout. At most `max_calls` cards are drawn and `max_rows` table rows written; what is
-    left out is said. Raises `RunStoreError` for a rollout without calls.
+    where the frame holds one rollout. The live view has every call; in the snapshot at most `max_calls` cards are
+    drawn and `max_rows` table rows written, and what is left out is said.
+    Raises `RunStoreError` for a rollout without calls.
     """
 
     def __init__(self, source: Any, rollout_id: str | None = None, *, max_calls: int = 60, max_rows: int = 200) -> None:
         calls: pl.DataFrame = source if isinstance(source, pl.DataFrame) else source.calls
-        rollouts: pl.DataFrame | None = None if isinstance(source, pl.DataFrame) else source.rollouts
+        self.source = None if isinstance(source, pl.DataFrame) else source
         if rollout_id is None:
             ids = calls["rollout_id"].unique().sort().to_list()
             if len(ids) != 1:
@@ -73,10 +80,8 @@ class PrefixChain(StaticView):
         if self.calls.is_empty():
             known = ", ".join(calls["rollout_id"].unique().sort().head(3).to_list())
             raise RunStoreError(f"No calls of rollout {rollout_id!r} here; there are, for instance: {known or 'none'}")
-        self.rollout: dict[str, Any] | None = None
-        if rollouts is not None and not rollouts.is_empty():
-            match = rollouts.filter(pl.col("rollout_id") == rollout_id)
-            self.rollout = match.row(0, named=True) if match.height else None
+        self.rollout = rollout_row(source, rollout_id)
+        self.custody = custody_of(self.rollout, self.calls, from_run=self.source is not None)
         self.max_calls = max_calls
         self.max_rows = max_rows
         self._rows = self.calls.select(pl.col(name) for name in _SHOWN if name in calls.columns).to_dicts()
@@ -107,13 +112,30 @@ class PrefixChain(StaticView):
         parts.extend(_verdict(self.rollout))
         return " · ".join(parts)
 
-    def draw(self) -> Figure:
-        chain_name = "trained chain"
+    def chain_name(self) -> str:
+        """What the terminal chain is: trained, rejected, or somebody's guess."""
         if self.rollout is not None and self.rollout.get("cause"):
-            chain_name = "terminal chain, rejected"
-        elif self.rollout is not None and not self.rollout.get("verified"):
-            chain_name = f"terminal chain, by {self.rollout.get('terminal_selection') or 'nobody'}"
-        return draw_chain(self._rows, self.places[: self.max_calls], total=len(self.places), chain_name=chain_name)
+            return "terminal chain, rejected"
+        if self.rollout is not None and not self.rollout.get("verified"):
+            return f"terminal chain, by {self.rollout.get('terminal_selection') or 'nobody'}"
+        return "trained chain"
+
+    def draw(self) -> Figure:
+        drawn = self.places[: self.max_calls]
+        return draw_chain(self._rows, drawn, total=len(self.places), chain_name=self.chain_name())
+
+    def is_on_chain(self, call_id: str) -> bool:
+        """Whether a call is on the terminal chain."""
+        return any(row["model_call_id"] == call_id and row["relation"] == "trained" for row in self._rows)
+
+    def columns(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Words and columns of the live view: every call, in drawing order (see `chain_columns`)."""
+        return chain_columns(self._rows, self.places, why)
+
+    def make_live(self, fallbacks: int) -> ChainAndTokens:
+        from workbench.inspect.live.chain import ChainAndTokens
+
+        return ChainAndTokens(self, fallbacks=fallbacks)
 
     def to_text(self) -> str:
         """The tree as plain lines for a terminal, one a call, indented where a path forks."""
@@ -141,8 +163,8 @@ class PrefixChain(StaticView):
         shown = self.places[: self.max_rows]
         rows = [self._table_row(place) for place in shown]
         parts = [markup.line(self.sentence(), strong=True)]
-        if self.rollout is not None and self.rollout.get("cause"):
-            parts.append(markup.line(_rejection(self.rollout)))
+        if self.custody.state != "unknown":
+            parts.append(markup.line(f"Custody: {self.custody.sentence()}"))
         header = ("path", "#", "call", "mode", "carry", "sampled", "total", "version", "finish", "digest", "why here")
         parts.append(markup.table(header, rows))
         drawn = min(self.max_calls, len(self.places))
@@ -217,10 +239,3 @@ def _verdict(rollout: dict[str, Any] | None) -> list[str]:
     else:
         parts.append("not finalised")
     return parts
-
-
-def _rejection(rollout: dict[str, Any]) -> str:
-    place = f" at call {rollout['call_id']}" if rollout.get("call_id") else ""
-    place += f", token {rollout['position']}" if rollout.get("position") is not None else ""
-    detail = f": {rollout['detail']}" if rollout.get("detail") else ""
-    return f"Rejected, {rollout['cause']}{place}{detail}"

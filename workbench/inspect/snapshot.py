@@ -2,23 +2,30 @@
 
 In: an inspector that knows one sentence, some HTML and, where colour carries meaning, a picture. Out: display data of
 plain MIME types (image/png, text/html, text/plain). Invariant: the same records give the same text and the same
-pixels, nothing in it is script, and nothing in it is fetched. Not here: what is drawn (one module an inspector), and
-live widgets.
+pixels, nothing in it is script, and nothing in it is fetched. Not here: what is drawn (one module an inspector), how
+widgets look (live).
 
 A notebook front end that is given PNG and HTML in one bundle shows the HTML and hides the picture, and GitHub strips
 colours and inline pictures from HTML. So an inspector displays itself as two outputs, picture first, text after it;
-`_repr_mimebundle_` still answers with everything for callers that want one bundle.
+`_repr_mimebundle_` still answers with everything for callers that want one bundle. `LiveView` adds a widget over the
+same object, shown as the display mode says.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from matplotlib.figure import Figure
 
+from workbench.inspect.mode import display_mode
 from workbench.inspect.style import DISPLAY_WIDTH_PX, house_style, png_bytes
+
+if TYPE_CHECKING:
+    from ipywidgets import DOMWidget
+
+WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 
 
 @dataclass(frozen=True)
@@ -91,3 +98,38 @@ class StaticView(ABC):
                 {"image/png": {"width": DISPLAY_WIDTH_PX}},
             )
         publish_display_data({"text/html": shot.html, "text/plain": shot.text})
+
+
+class LiveView(StaticView):
+    """An inspector that is also a widget: `live` is made from the same data as the snapshot, once, when asked for."""
+
+    _live: DOMWidget | None = None
+
+    @abstractmethod
+    def make_live(self, fallbacks: int) -> DOMWidget:
+        """The widget; `fallbacks` is how many outputs are published under it for readers without a kernel."""
+
+    @property
+    def live(self) -> DOMWidget:
+        """The widget alone, to be put beside others; the same object at every call."""
+        return self._widget(0)
+
+    def _widget(self, fallbacks: int) -> DOMWidget:
+        if self._live is None:
+            self._live = self.make_live(fallbacks)
+        return self._live
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import publish_display_data
+
+        mode = display_mode()
+        if mode != "static":
+            fallbacks = 0 if mode == "live" else self.outputs()
+            view = {"version_major": 2, "version_minor": 0, "model_id": self._widget(fallbacks).model_id}
+            publish_display_data({WIDGET_MIME: view, "text/plain": self.sentence()})
+        if mode != "live":
+            super()._ipython_display_()
+
+    def outputs(self) -> int:
+        """How many outputs the snapshot is published as: picture and text, or text alone."""
+        return 2

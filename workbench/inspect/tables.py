@@ -1,8 +1,9 @@
 """Tables: why rollouts were thrown away.
 
 `PoisonTable`: every cause by count and share over steps, its explanation, an example with call and token position, and
-below it the calls that were not captured at all. Invariant: the counts add up to the rejected rollouts; a cause that is
-not in the vocabulary is shown under its own name, not dropped.
+below it the calls that were not captured at all, with what differs in those that continued no recorded call.
+Invariant: the counts add up to the rejected rollouts; a cause that is not in the vocabulary is shown under its own name,
+not dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +19,11 @@ from workbench.inspect import html as markup
 from workbench.inspect.ids import short_id
 from workbench.inspect.snapshot import StaticView
 from workbench.inspect.style import REJECTED, panels, say_nothing_to_show
+from workbench.runs.drift import drift_frame
 from workbench.wire import Cause
+
+_DRIFTS = 10
+"""Unresolved calls that are shown one by one."""
 
 
 class PoisonTable(StaticView):
@@ -51,6 +56,7 @@ class PoisonTable(StaticView):
             )
             .sort(["calls", "failure_reason", "detail"], descending=[True, False, False], nulls_last=True)
         )
+        self.drift = drift_frame(run, limit=_DRIFTS)
         self.last_step: int = max(rollouts["step"].drop_nulls().to_list(), default=0)
         self.by_step = (
             rejected.drop_nulls("step").group_by("cause", "step").agg(pl.len().cast(pl.Int64).alias("rollouts"))
@@ -129,7 +135,27 @@ class PoisonTable(StaticView):
                 parts.append(
                     markup.line(f"Showing {len(shown)} of {self.failures.height:,}; all: .failures", muted=True)
                 )
+        if self.drift.height:
+            places = ("drift", "rollout", "call", "nearly continues", "item", "where", "was", "came", "first token")
+            parts.append(markup.table(places, [self._drift_row(row) for row in self.drift.head(_DRIFTS).to_dicts()]))
+            if self.drift.height > _DRIFTS:
+                parts.append(markup.line(f"Showing {_DRIFTS} of {self.drift.height:,}; all: .drift", muted=True))
         return markup.block(*parts)
+
+    @staticmethod
+    def _drift_row(row: dict[str, Any]) -> list[markup.Cell | str]:
+        near, item, token = row["near_call_id"], row["near_item"], row["token_position"]
+        return [
+            markup.Cell(row["cause"] or "–", strong=True),
+            row["rollout_id"],
+            short_id(row["model_call_id"], row["rollout_id"]),
+            "–" if near is None else short_id(near, row["rollout_id"]),
+            markup.Cell("–" if item is None else str(item), right=True),
+            row["near_path"] or "–",
+            row["near_was"] if row["near_was"] is not None else "–",
+            row["near_came"] if row["near_came"] is not None else "–",
+            "–" if token is None else f"{token} (id {row['token_id']})",
+        ]
 
     def _cause_row(self, row: dict[str, Any]) -> list[markup.Cell | str]:
         first, last = row["first_step"], row["last_step"]

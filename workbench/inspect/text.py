@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
+
+import numpy as np
 
 from workbench.runs.vocabulary import Vocabulary
 
@@ -60,6 +62,36 @@ def pieces_of(token_ids: Sequence[int], vocabulary: Vocabulary) -> list[Piece]:
             stop = i + 1
         i = stop
     return pieces
+
+
+class Slots(NamedTuple):
+    """A whole row of T ids, D of them distinct: `ids` (uint64[D]), `slot` (index into them, [T]), `pieces` (D of them,
+    each id by itself) and `joins`, the pieces that cover several ids, in order."""
+
+    ids: np.ndarray
+    slot: np.ndarray
+    pieces: list[Piece]
+    joins: list[Piece]
+
+
+def slots_of(ids_T: np.ndarray, vocabulary: Vocabulary) -> Slots:
+    """The pieces of a row (uint64[T]) as distinct ids and exceptions: the same pieces that `pieces_of` gives.
+
+    An id that is whole characters by itself never joins, so only runs of the others are looked at one by one.
+    """
+    ids_D, slot_T = np.unique(ids_T, return_inverse=True)
+    pieces_D = [pieces_of([token_id], vocabulary)[0] for token_id in ids_D.tolist()]
+    partial_D = np.array([piece.kind == "bytes" for piece in pieces_D], dtype=bool)
+    joins: list[Piece] = []
+    if partial_D.any():
+        partial_T = np.concatenate(([False], partial_D[slot_T], [False])).astype(np.int8)
+        edges = np.flatnonzero(np.diff(partial_T)).tolist()
+        for start, stop in zip(edges[::2], edges[1::2], strict=True):
+            run = pieces_of(ids_T[start:stop].tolist(), vocabulary)
+            joins += [
+                Piece(start + p.start, start + p.stop, p.kind, p.shown, p.breaks) for p in run if p.stop - p.start > 1
+            ]
+    return Slots(ids_D, slot_T, pieces_D, joins)
 
 
 def visible(text: str) -> str:

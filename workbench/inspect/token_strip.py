@@ -2,24 +2,32 @@
 
 In: a token frame (or a run and a rollout id) and a vocabulary. Out: text in which every id is its own span (special
 tokens visible, split characters joined, what the policy sampled underlined), and a ribbon of the whole row: roles by
-call, the sampler's log-prob, the trainer's difference. At most `max_tokens` ids are written out; the rest is counted.
-Not here: the chain that the calls form (prefix_chain), a live, scrolling view.
+call, the sampler's log-prob, the trainer's difference. The live view scrolls through the whole row; the snapshot writes
+out at most `max_tokens` ids and counts the rest. Not here: the chain that the calls form (prefix_chain), how the
+live view packs a row (strip_columns).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import polars as pl
 from matplotlib.figure import Figure
 
 from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
+from workbench.inspect.custody import Custody, custody_of, rollout_row
 from workbench.inspect.ids import short_id
-from workbench.inspect.snapshot import StaticView
+from workbench.inspect.routes import route_spans
+from workbench.inspect.snapshot import LiveView
+from workbench.inspect.strip_columns import strip_columns
 from workbench.inspect.style import CARRY, MUTED, SAMPLED, TRAINED, panels, say_nothing_to_show
 from workbench.inspect.text import Piece, pieces_of
 from workbench.runs.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from workbench.inspect.live.strip import StripWidget
 
 _SPECIAL = "border:1px solid rgba(128,128,128,.7);border-radius:3px;padding:0 2px;font-size:11px;opacity:.85"
 _BYTES = "background:rgba(138,28,74,.18);border-radius:2px"
@@ -27,6 +35,7 @@ _SAMPLED = (
     f"text-decoration-color:{SAMPLED};text-decoration-thickness:2px;text-underline-offset:3px;"
     "background:rgba(232,135,43,.13)"
 )
+_MARKED = "border:3px double #8a1c4a;border-radius:3px;padding:0 2px"
 _BODY = (
     "font-family:ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace;font-size:12.5px;line-height:1.9;"
     "white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid rgba(128,128,128,.35);border-radius:6px;"
@@ -36,11 +45,12 @@ _RIBBON = 1_200
 _CALL = "display:block;font-size:10.5px;opacity:.6;line-height:1.3;margin-top:6px"
 
 
-class TokenStrip(StaticView):
-    """The tokens of one rollout.
+class TokenStrip(LiveView):
+    """The tokens of one rollout, or of the path from its root to `call_id`.
 
     `source` is a run (anything with `.tokens()` and `.vocabulary()`) or a token frame, which then needs a
-    `vocabulary` to be shown as text; without one the ids themselves are shown.
+    `vocabulary` to be shown as text; without one the ids themselves are shown. Raises RunStoreError for an unknown
+    rollout, for one without staged tokens, and for a ledger, which holds none.
     """
 
     def __init__(
@@ -66,6 +76,8 @@ class TokenStrip(StaticView):
                     vocabulary = None
         self.rollout_id: str = self.tokens["rollout_id"][0] if self.tokens.height else str(rollout_id)
         self.vocabulary = vocabulary
+        self.custody = _custody(source, self.rollout_id)
+        self.routes = route_spans(source, self.rollout_id, self.tokens)
         self.start = max(0, min(start, max(0, self.tokens.height - 1)))
         self.stop = min(self.tokens.height, self.start + max_tokens)
 
@@ -80,6 +92,20 @@ class TokenStrip(StaticView):
         if known_T.size:
             parts.append(f"mean |Δ| {abs(known_T).mean():.4f} nat")
         return " · ".join(parts)
+
+    def first_of(self, call_id: str) -> int:
+        """Position of the first token that `call_id` added; 0 where it added none."""
+        found = self.tokens["model_call_id"].index_of(call_id)
+        return 0 if found is None else found
+
+    def columns(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+        """Words and columns of the live view (see `strip_columns`)."""
+        return strip_columns(self.tokens, self.vocabulary, routes=self.routes)
+
+    def make_live(self, fallbacks: int) -> StripWidget:
+        from workbench.inspect.live.strip import StripWidget
+
+        return StripWidget.of(self, fallbacks=fallbacks)
 
     def draw(self) -> Figure:
         figure, (roles, likely, delta) = panels(2.5, rows=3, height_ratios=[0.34, 1, 1])
@@ -122,9 +148,11 @@ class TokenStrip(StaticView):
 
     def html(self) -> str:
         parts = [markup.line(self.sentence(), strong=True)]
+        if self.custody.state != "unknown":
+            parts.append(markup.line(f"Custody: {self.custody.sentence()}"))
         if self.vocabulary is None:
             parts.append(markup.line("No vocabulary at hand: ids are shown, not text.", muted=True))
-        parts.append(f'<div style="{_BODY}">{self._body()}</div>')
+        parts.append(self.text_block())
         legend = (
             "Underlined: sampled by the policy (mask 1). Boxed: special tokens. ⟨E2 96⟩: bytes that are no character."
         )
@@ -139,7 +167,11 @@ class TokenStrip(StaticView):
             )
         return markup.block(*parts)
 
-    def _body(self) -> str:
+    def text_block(self, mark: int | None = None) -> str:
+        """The tokens from `start` to `stop` as a block of text; `mark` is a position to be boxed."""
+        return f'<div style="{_BODY}">{self._body(mark)}</div>'
+
+    def _body(self, mark: int | None) -> str:
         shown = self.tokens.slice(self.start, self.stop - self.start)
         ids = shown["token_id"].to_list()
         if self.vocabulary is None:
@@ -158,8 +190,16 @@ class TokenStrip(StaticView):
                 version = "" if versions[piece.start] is None else f" · weights v{versions[piece.start]}"
                 out.append(f'<span style="{_CALL}">call {order[call]} · {markup.escape(name)}{version}</span>')
                 last_call = call
-            out.append(_span(piece, sampled=bool(sampled[piece.start])))
+            here = mark is not None and piece.start <= mark - self.start < piece.stop
+            out.append(_span(piece, sampled=bool(sampled[piece.start]), marked=here))
         return "".join(out)
+
+
+def _custody(source: Any, rollout_id: str) -> Custody:
+    if isinstance(source, pl.DataFrame):
+        return custody_of(None, None, from_run=False)
+    calls = source.calls.filter(pl.col("rollout_id") == rollout_id)
+    return custody_of(rollout_row(source, rollout_id), calls)
 
 
 def _ribbon(tokens: pl.DataFrame) -> pl.DataFrame:
@@ -185,10 +225,12 @@ def _ribbon(tokens: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _span(piece: Piece, *, sampled: bool) -> str:
+def _span(piece: Piece, *, sampled: bool, marked: bool = False) -> str:
     text = markup.escape(piece.shown)
     style = _SPECIAL if piece.kind == "special" else _BYTES if piece.kind == "bytes" else ""
     body = f'<code style="{style}">{text}</code>' if style else text
     if sampled:
         body = f'<u style="{_SAMPLED}">{body}</u>'
+    if marked:
+        body = f'<b style="{_MARKED}">{body}</b>'
     return body + ("\n" if piece.breaks else "")

@@ -1,18 +1,20 @@
 """Drift: why a request continues no recorded call.
 
 In: the item digests of the calls that were served, the request's items. Out: one cause, the call that the request
-nearly continues, and the first item in which they part.
+nearly continues, the first item in which they part, and the place in that item: what stood there, what came.
 The nearest call is the one that shares the longest run of leading items, then the most items at all, then the latest.
-Not here: whether the request resolves (resolve); the first differing token (whoever has the tokens of both).
+Not here: whether the request resolves (resolve); the place in an item (differences); the first differing token, which
+takes the tokens that a ledger never sees (`workbench.runs.drift`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from workbench.ledger.differences import Difference, first_difference
 from workbench.ledger.items import CallItems, ItemDigest, histories
 from workbench.wire import Cause
 from workbench.wire.fingerprints import REQUEST_ENVELOPE_ROLE
@@ -21,12 +23,14 @@ from workbench.wire.fingerprints import REQUEST_ENVELOPE_ROLE
 @dataclass(frozen=True)
 class Drift:
     """A diagnosis. `position` is the index of the first differing item in the request (the request envelope, where
-    there is one, is item 0), `nearest_call` the recorded call it was held against; None where there is none."""
+    there is one, is item 0), `nearest_call` the recorded call it was held against, `difference` where in that item and
+    what; None where there is none."""
 
     cause: Cause
     nearest_call: str | None
     position: int | None
     detail: str
+    difference: Difference | None = None
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -34,6 +38,7 @@ class Drift:
             "nearest_call": self.nearest_call,
             "position": self.position,
             "detail": self.detail,
+            **({} if self.difference is None else asdict(self.difference)),
         }
 
 
@@ -64,7 +69,12 @@ def diagnose_drift(
     call, expected = nearest
     position = _shared_prefix(expected, came)
     cause, detail = _compare(call, expected, came, position, dialect, prompt_options)
-    return Drift(cause, call.model_call_id, position, detail)
+    difference = None
+    if position < len(expected):
+        difference = first_difference(expected[position], came[position] if position < len(came) else None)
+    if difference is not None:
+        detail = f"{detail}; {difference}"
+    return Drift(cause, call.model_call_id, position, detail, difference)
 
 
 def _nearest(recorded: Sequence[CallItems], came: list[ItemDigest]) -> tuple[CallItems, list[ItemDigest]] | None:
@@ -104,6 +114,8 @@ def _compare(
         return Cause.TOOLS_CHANGED, "the request's tools or instructions differ from those of the recorded call"
     if was.role == "reasoning" and now is not None and now.role != "reasoning":
         return Cause.TEMPLATE_STRIPPED_REASONING, f"item {position}: the recorded reasoning item is gone"
+    if was.role == "function_call" and now is not None and _after_calls(expected, position, now):
+        return Cause.TOOL_CALL_DROPPED, f"item {position}: a recorded tool call did not come back"
     if now is not None and was.authored and now.authored:
         return _compare_turns(was, now, position)
     if sum(item.authored for item in came) < sum(item.authored for item in expected):
@@ -128,16 +140,33 @@ def _after_whole_history(
     return Cause.UNKNOWN_HISTORY, "it continues a call that was served but has no tokens in custody"
 
 
+def _after_calls(expected: list[ItemDigest], position: int, now: ItemDigest) -> bool:
+    """Whether `now` is the recorded item that stands behind the tool calls (and their results) from `position` on."""
+    for item in expected[position:]:
+        if item.digest == now.digest:
+            return True
+        if item.role not in ("function_call", "function_call_output"):
+            return False
+    # The calls ended the recorded answer; whatever came then is new.
+    return not now.authored
+
+
 def _compare_turns(was: ItemDigest, now: ItemDigest, position: int) -> tuple[Cause, str]:
     if len(now.tools) < len(was.tools):
         return (
             Cause.TOOL_CALL_DROPPED,
             f"item {position}: {len(was.tools)} tool calls were recorded, {len(now.tools)} came back",
         )
+    if len(now.tools) > len(was.tools):
+        if now.role == "function_call":
+            return Cause.ASSISTANT_TEXT_CHANGED, f"item {position}: the text before a tool call did not come back"
+        return Cause.HISTORY_EDITED, f"item {position}: a tool call that was not recorded came with the turn"
     if was.tools != now.tools:
         if [(tool.name, tool.lenient) for tool in was.tools] == [(tool.name, tool.lenient) for tool in now.tools]:
             return Cause.TOOL_CALL_RESERIALISED, f"item {position}: a tool call came back in another spelling or id"
         return Cause.HISTORY_EDITED, f"item {position}: the arguments or the name of a tool call were changed"
+    if now.thinking < was.thinking and now.bare == was.bare:
+        return Cause.TEMPLATE_STRIPPED_REASONING, f"item {position}: the answer came back without its thinking"
     if was.bare != was.text and now.text != was.text and now.bare == was.bare:
         return Cause.TEMPLATE_STRIPPED_REASONING, f"item {position}: the answer came back without its thinking"
     return Cause.ASSISTANT_TEXT_CHANGED, f"item {position}: the text of a model turn came back changed"

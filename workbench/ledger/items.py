@@ -1,8 +1,8 @@
 """Items: digests of a call's conversation, item by item, so that a departure from it can be placed.
 
 The ledger keeps one digest for a whole context, which says *that* a history changed. This sidecar keeps a digest per
-item, with finer ones of text and tool calls, which say *where* and *how*; it holds no text and no tokens. A child's
-line carries only what it adds to its parent's, so a rollout of n turns costs n lines of constant size, not n² items.
+item, with finer ones of text and tool calls, which say *how*, and each item's leaves, shortened, which say *where*. It
+holds no tokens. A child's line carries only what it adds to its parent's, so n turns cost n lines and not n² items.
 Losing a line costs a diagnosis, never custody: lines are not fsynced, and broken ones are skipped.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -21,8 +21,23 @@ import orjson
 
 from workbench.errors import FingerprintError
 from workbench.wire import conversation_digest
+from workbench.wire.fingerprints import REQUEST_ENVELOPE_ROLE, canonical_arguments
 
 _THINKING = re.compile(r"<think>.*?</think>|^.*?</think>", re.DOTALL)
+_THINKING_BLOCKS = ("thinking", "redacted_thinking", "reasoning")
+
+LEAF_CHARS = 2_000
+"""What is kept of a leaf's text. A difference behind it is placed at its end."""
+
+
+class Leaf(NamedTuple):
+    """One value of an item that counts for its digest. `kind` is `role`, `content`, `call` or `result`; `path` leads to
+    it in the item as it was sent; `digest` is of its whole value, `text` the beginning of it."""
+
+    kind: str
+    path: str
+    digest: str
+    text: str
 
 
 class ToolDigest(NamedTuple):
@@ -42,6 +57,9 @@ class ItemDigest(NamedTuple):
     text: str
     bare: str
     tools: tuple[ToolDigest, ...]
+    thinking: int
+    """Blocks of thinking in its content."""
+    leaves: tuple[Leaf, ...]
 
     @property
     def authored(self) -> bool:
@@ -62,6 +80,10 @@ class ItemDigest(NamedTuple):
             text=_short(text),
             bare=_short(_THINKING.sub("", text).strip()),
             tools=tuple(_tool_digests(fields)),
+            thinking=sum(block.get("type") in _THINKING_BLOCKS for _, block in _blocks(fields)),
+            leaves=tuple(
+                Leaf(kind, path, _short(value), _as_text(value)[:LEAF_CHARS]) for kind, path, value in _leaves(fields)
+            ),
         )
 
 
@@ -123,8 +145,16 @@ def read_items(path: Path) -> list[CallItems]:
         try:
             fields = orjson.loads(line)
             items = tuple(
-                ItemDigest(role, digest, text, bare, tuple(ToolDigest(*tool) for tool in tools))
-                for role, digest, text, bare, tools in fields.pop("items")
+                ItemDigest(
+                    role,
+                    digest,
+                    text,
+                    bare,
+                    tuple(ToolDigest(*tool) for tool in tools),
+                    thinking,
+                    tuple(Leaf(*leaf) for leaf in leaves),
+                )
+                for role, digest, text, bare, tools, thinking, leaves in fields.pop("items")
             )
             calls.append(CallItems(items=items, **fields))
         except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
@@ -148,6 +178,89 @@ def _visible_text(content: Any) -> str:
         return ""
     parts = (part if isinstance(part, str) else part.get("text") for part in content if isinstance(part, str | Mapping))
     return "".join(part for part in parts if isinstance(part, str))
+
+
+def _blocks(item: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any]]]:
+    content = item.get("content")
+    return [
+        (i, block) for i, block in enumerate(content if isinstance(content, list) else ()) if isinstance(block, Mapping)
+    ]
+
+
+def _leaves(item: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """`(kind, path, value)` of what the digest is made of, in its order: role, content, tool calls, tool results."""
+    role = "role" if item.get("role") else "type"
+    yield "role", role, item.get(role) or ""
+    content = item.get("content")
+    envelope = _envelope(item)
+    if envelope is not None:
+        yield "content", "instructions", envelope.get("instructions")
+        tools = envelope.get("tools")
+        for index, tool in enumerate(tools if isinstance(tools, list) else [tools]):
+            yield "content", f"tools[{index}]", tool
+        return
+    if isinstance(content, str) and content:
+        yield "content", "content", content
+    for index, part in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(part, str):
+            yield "content", f"content[{index}]", part
+        elif isinstance(part, Mapping) and part.get("type") not in ("tool_use", "tool_result"):
+            text = part.get("text")
+            if isinstance(text, str):
+                # Empty text counts for nothing in a digest.
+                yield from [("content", f"content[{index}].text", text)] if text else []
+            else:
+                yield "content", f"content[{index}]", part
+    if item.get("type") == "function_call":
+        yield "call", "call_id", item.get("call_id") or item.get("id")
+        yield "call", "name", item.get("name")
+        yield "call", "arguments", _arguments(item.get("arguments"))
+    for index, block in _blocks(item):
+        if block.get("type") == "tool_use":
+            yield "call", f"content[{index}].id", block.get("id")
+            yield "call", f"content[{index}].name", block.get("name")
+            yield "call", f"content[{index}].input", _arguments(block.get("input"))
+    calls = item.get("tool_calls")
+    for index, call in enumerate(calls if isinstance(calls, list) else ()):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping):
+            yield "call", f"tool_calls[{index}].id", call.get("id")
+            yield "call", f"tool_calls[{index}].function.name", function.get("name")
+            yield "call", f"tool_calls[{index}].function.arguments", _arguments(function.get("arguments"))
+    if item.get("type") == "function_call_output":
+        yield "result", "call_id", item.get("call_id") or item.get("id")
+        yield "result", "output", item.get("output")
+    elif item.get("role") == "tool":
+        yield "result", "tool_call_id", item.get("tool_call_id")
+    for index, block in _blocks(item):
+        if block.get("type") == "tool_result":
+            yield "result", f"content[{index}].tool_use_id", block.get("tool_use_id") or block.get("id")
+            yield "result", f"content[{index}].content", block.get("content")
+
+
+def _envelope(item: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """What a request envelope holds; None for any other item."""
+    if item.get("role") != REQUEST_ENVELOPE_ROLE:
+        return None
+    try:
+        envelope = orjson.loads(item.get("content") or "")
+    except (orjson.JSONDecodeError, TypeError):
+        return None
+    return envelope if isinstance(envelope, Mapping) else None
+
+
+def _arguments(value: Any) -> Any:
+    """As the fingerprints compare them: JSON text and the value that it spells are the same."""
+    try:
+        return canonical_arguments(value)
+    except FingerprintError:
+        return value
+
+
+def _as_text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return "" if value is None else orjson.dumps(value, option=orjson.OPT_SORT_KEYS, default=str).decode()
 
 
 def _tool_digests(item: Mapping[str, Any]) -> list[ToolDigest]:

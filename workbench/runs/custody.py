@@ -69,6 +69,7 @@ def _add_drift(path: Path, calls: list[dict[str, Any]]) -> None:
         if event is not None and call["disposition"] == "failed":
             call["near_call_id"] = event.get("nearest_call")
             call["near_item"] = event.get("position")
+            call["near_path"], call["near_was"], call["near_came"] = (event.get(n) for n in ("path", "was", "came"))
             call["drift"] = event.get("detail")
 
 

@@ -39,6 +39,9 @@ ADDED: dict[str, tuple[Column, ...]] = {
         Column("relation", "str", "", "trained, candidate, retry, branch, side_root, failed or unresolved"),
         Column("near_call_id", "str", "", "recorded call that an unresolved one nearly continues"),
         Column("near_item", "i64", "items", "first item of its request that differs, from 0"),
+        Column("near_path", "str", "", "where in that item, e.g. content or tool_calls[0].function.arguments.query"),
+        Column("near_was", "str", "", "what was recorded there, an excerpt around the first difference"),
+        Column("near_came", "str", "", "what came instead, an excerpt"),
         Column("drift", "str", "", "what differs, one sentence"),
     ),
 }

@@ -164,6 +164,15 @@ class Run:
             lambda: sampled_logprobs(self.name, self._read("rows"), self._read("train")),
         )
 
+    def drift(self, rollout_id: str | None = None) -> pl.DataFrame:
+        """One row an unresolved call: which call it nearly continues, the first item, place and token that differ.
+
+        Columns and their nulls: `workbench.runs.drift.drift_frame`.
+        """
+        from workbench.runs.drift import drift_frame
+
+        return drift_frame(self, rollout_id)
+
     def token_ids(self) -> set[int]:
         """Every token id that occurs in a stored call or row."""
         stored = [self._read(table, ["token_ids"])["token_ids"].explode().drop_nulls() for table in ("calls", "rows")]

@@ -87,6 +87,7 @@ STEPS = (
     C("token_in_rate_after_roots", "f64", "", "the same, roots left out of the calls"),
     C("capture_poisoned_rollouts", "i64", "", "rollouts whose capture was poisoned"),
     C("staleness_max", "i64", "versions", "trainer version - oldest version in the batch"),
+    C("groups_evicted", "i64", "", "groups given up as too stale while the step waited, and replaced"),
     C("rollout_s", "f64", "s", "waiting for groups"),
     C("train_s", "f64", "s", "the optimiser step"),
     C("publish_s", "f64", "s", "writing the new weights"),

@@ -8,37 +8,23 @@ and is found by its id, never by a remembered position, so removing one while an
 Invariants: no group is taken twice; a group that was not asked for stays; at most `capacity` groups are
 reserved or ready; a group that was discarded while its finalizer was still writing is told so at commit.
 Everything that leaves without being trained on comes back as `Discarded`, which names what must be cleared in
-TransferQueue. Not here: clearing it (controller), advantages (trainer).
+TransferQueue.
+Not here: clearing it (campaign.sampling), the order (samplers), waiting for room or groups (campaign.supply).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from workbench.errors import RecipeError, ReplayBufferError
+from workbench.train.samplers import Entry, Sampler, Selection, sampler
+
+if TYPE_CHECKING:
+    from workbench.recipe_schema import Train
 
 State = Literal["reserved", "ready", "consumed", "discarded"]
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One group in the buffer. `train_keys` is empty until the group is ready; `order` counts reservations.
-
-    `weight_version` is the version at dispatch while reserved, then the oldest version in the group's rows.
-    """
-
-    group_id: str
-    rollout_ids: tuple[str, ...]
-    weight_version: int
-    order: int
-    train_keys: tuple[str, ...] = ()
-    payload: Any = None
-
-    @property
-    def ready(self) -> bool:
-        return bool(self.train_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,71 +38,44 @@ class Discarded:
     reason: str
 
 
-#: (entries in reservation order, asked for, trainer's version) -> (chosen ready entries, entries too stale to keep)
-Sampler = Callable[[Sequence[Entry], int, int], tuple[list[Entry], list[Entry]]]
-
-
-def in_order(entries: Sequence[Entry], count: int, version: int) -> tuple[list[Entry], list[Entry]]:
-    """Groups in the order of their reservation: a group waits for the earlier ones, so that a run is repeatable."""
-    chosen: list[Entry] = []
-    for entry in entries:
-        if len(chosen) == count or not entry.ready:
-            break
-        chosen.append(entry)
-    return chosen, []
-
-
-def weight_fifo(entries: Sequence[Entry], count: int, version: int) -> tuple[list[Entry], list[Entry]]:
-    """Ready groups, the oldest weights first, whatever is still being finalised."""
-    ready = sorted((e for e in entries if e.ready), key=lambda e: (e.weight_version, e.order))
-    return ready[:count], []
-
-
-def windowed(max_staleness: int) -> Sampler:
-    """`weight_fifo` over groups at most `max_staleness` versions behind the trainer; staler ones are given up."""
-    if max_staleness < 0:
-        raise RecipeError(f"train.max_staleness: expected 0 or more, got {max_staleness}")
-
-    def sampler(entries: Sequence[Entry], count: int, version: int) -> tuple[list[Entry], list[Entry]]:
-        stale = [e for e in entries if version - e.weight_version > max_staleness]
-        gone = {e.group_id for e in stale}
-        chosen, _ = weight_fifo([e for e in entries if e.group_id not in gone], count, version)
-        return chosen, stale
-
-    return sampler
-
-
-SAMPLERS = ("in_order", "weight_fifo", "windowed")
-
-
-def make_sampler(name: str, max_staleness: int | None = None) -> Sampler:
-    """Sampler by name; `windowed` needs `max_staleness`. RecipeError names the choices."""
-    if name == "windowed":
-        if max_staleness is None:
-            raise RecipeError("sampler windowed needs train.max_staleness; set it to 0 for on-policy groups only")
-        return windowed(max_staleness)
-    known: dict[str, Sampler] = {"in_order": in_order, "weight_fifo": weight_fifo}
-    if name not in known:
-        raise RecipeError(f"unknown sampler {name!r}; allowed: {', '.join(SAMPLERS)}")
-    return known[name]
-
-
 class ReplayBuffer:
     """Groups between dispatch and training. Single-threaded: it belongs to the controller's event loop.
 
-    `capacity` bounds reserved + ready groups; `sampler` is one of `SAMPLERS`; `max_staleness` (versions) is what
-    `windowed` needs and the others leave to whoever dispatches.
+    `capacity` bounds reserved + ready groups; `choose` decides who is next (a `Sampler`, or the name of one without
+    options).
     """
 
-    def __init__(self, capacity: int, sampler: str = "in_order", *, max_staleness: int | None = None) -> None:
+    def __init__(self, capacity: int, choose: Sampler | str = "in_order") -> None:
         if capacity < 1:
             raise RecipeError(f"the replay buffer needs room for 1 group or more, got {capacity}")
         self.capacity = capacity
-        self._sampler = make_sampler(sampler, max_staleness)
+        self._sampler = sampler(choose) if isinstance(choose, str) else choose
         self._entries: dict[str, Entry] = {}  # insertion order = reservation order
         self._gone: dict[str, State] = {}
         self._evicted: list[Discarded] = []
         self._reserved_ever = 0
+
+    @classmethod
+    def of(cls, train: Train) -> ReplayBuffer:
+        """The buffer that a recipe's `train` section asks for.
+
+        Raises RecipeError for an unknown sampler or option, and for a capacity with which a step could never be
+        filled, naming the number needed.
+        """
+        try:
+            chosen = sampler(train.sampler.name, train.max_staleness, **train.sampler.options)
+        except RecipeError as error:
+            raise RecipeError(f"train.sampler: {error}") from error
+        needed = chosen.places_needed(train.groups_per_step)
+        if train.buffer_groups is not None and train.buffer_groups < needed:
+            raise RecipeError(
+                f"train.buffer_groups: expected at least {needed}, because the sampler {train.sampler.name} could "
+                f"never fill a step of {train.groups_per_step} groups (train.groups_per_step) with fewer places; got "
+                f"{train.buffer_groups}"
+            )
+        # Groups of the step being trained, of the one being sampled, and of each further step that may run ahead.
+        roomy = train.groups_per_step * (train.max_staleness + 2)
+        return cls(train.buffer_groups or max(needed, roomy), chosen)
 
     # what is in it
 
@@ -201,11 +160,13 @@ class ReplayBuffer:
     def take(self, count: int, current_version: int) -> list[Entry]:
         """Exactly `count` ready groups for a trainer at `current_version`, or none at all when fewer can be had.
 
-        Groups found too stale by the sampler leave the buffer and wait in `drain_evicted`.
+        Groups found too stale by the sampler leave the buffer and wait in `drain_evicted`. Raises ReplayBufferError
+        for a sampler that breaks the rules of `samplers.base`.
         """
         if count < 1:
             raise ReplayBufferError(f"expected to take 1 group or more, got {count}")
-        chosen, stale = self._sampler(tuple(self._entries.values()), count, current_version)
+        selection = self._sampler.select(tuple(self._entries.values()), count, current_version)
+        chosen, stale = self._checked(selection, count)
         for entry in stale:
             gone = self.remove(entry.group_id, f"stale: version {entry.weight_version} at {current_version}")
             if gone is not None:
@@ -218,6 +179,18 @@ class ReplayBuffer:
         return chosen
 
     def drain_evicted(self) -> list[Discarded]:
-        """Groups evicted since the last call; the caller clears what they hold and counts them."""
+        """Groups evicted since the last call; the caller clears what they hold, counts them and replaces them."""
         evicted, self._evicted = self._evicted, []
         return evicted
+
+    def _checked(self, selection: Selection, count: int) -> Selection:
+        chosen, stale = selection
+        ids = [entry.group_id for entry in (*chosen, *stale)]
+        held = all(self._entries.get(entry.group_id) is entry for entry in (*chosen, *stale))
+        if len(chosen) > count or len(set(ids)) != len(ids) or not held or not all(e.ready for e in chosen):
+            raise ReplayBufferError(
+                f"sampler {type(self._sampler).__name__}, asked for {count} groups, chose "
+                f"{[e.group_id for e in chosen]} and gave up {[e.group_id for e in stale]}; expected at most {count} "
+                f"ready groups of the buffer, each once, and none of them given up"
+            )
+        return selection

@@ -75,7 +75,7 @@ class TrainPartition:
 
     def fetch(self, keys: Sequence[str]) -> list[TrainRow]:
         """Rows in the order asked. Raises TrainerError naming the keys that did not come back whole."""
-        from workbench.capture import dataplane
+        from workbench import dataplane
         from workbench.capture.staging import split_rows
 
         wanted = _distinct(keys)
@@ -91,7 +91,7 @@ class TrainPartition:
 
     def clear(self, keys: Sequence[str]) -> None:
         """Remove rows; unknown keys are fine."""
-        from workbench.capture import dataplane
+        from workbench import dataplane
 
         dataplane.connect_blocking()
         asyncio.run(dataplane.clear(dataplane.TRAIN, list(keys), deadline_s=self._deadline_s))

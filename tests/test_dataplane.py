@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from chains import Chain
 
-from workbench.capture import dataplane
+from workbench import dataplane
 from workbench.capture.staging import TransferQueueSink, TransferQueueSource
 from workbench.errors import ComponentDied, DeadlineExceeded, SetupError, StagingError
 from workbench.wire import Cause
@@ -56,7 +56,7 @@ async def kill(actor):
 
 def test_importing_it_imports_neither_ray_nor_torch_nor_transferqueue():
     code = (
-        "import sys, workbench.capture.dataplane, workbench.capture.staging;"
+        "import sys, workbench.dataplane, workbench.capture.staging;"
         "sys.exit(bool({'ray', 'torch', 'transfer_queue', 'tensordict'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False).returncode == 0

@@ -16,17 +16,19 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import ray
 from pydantic import BaseModel, ConfigDict, Field
 
-from workbench.capture.core import CaptureCore, StagingSink, StagingSource
-from workbench.capture.engine import CapturingEngine, GatedEngine, GenerationGate, SamplingPins
-from workbench.capture.prefix import PrefixStore
-from workbench.capture.splice import Splicer
-from workbench.capture.transport import WORKER_TOKEN_ENV, CallBoard, CaptureGate
 from workbench.errors import CaptureError, ComponentDied, DeadlineExceeded, SetupError, WeightSyncError
+from workbench.serving.door import WORKER_TOKEN_ENV, Door
+from workbench.serving.gate import GatedEngine, GenerationGate
+from workbench.serving.sampling import SamplingPins
+
+if TYPE_CHECKING:
+    from workbench.capture.attach import Capture
+    from workbench.capture.core import StagingSink, StagingSource
 
 STOP_TIMEOUT_S = 10.0
 
@@ -76,27 +78,31 @@ class WorkerConfig(BaseModel):
 
 
 class PolicyServer:
-    """One engine, its serving app and the capture around it, in the running event loop.
+    """One engine, its serving app and, where the settings say so, the capture around it, in the running event loop.
 
-    `sink` stages captured calls, `source` reads them back when a parent's ids are not in memory. The bearer token that
-    requests must carry is read from the environment variable WORKBENCH_WORKER_TOKEN.
+    `sink` stages captured calls, `source` reads them back when a parent's ids are not in memory; without capture both
+    may be None. The bearer token that requests must carry is read from the environment variable WORKBENCH_WORKER_TOKEN.
     """
 
-    def __init__(self, config: WorkerConfig, sink: StagingSink, source: StagingSource | None) -> None:
+    def __init__(
+        self, config: WorkerConfig, sink: StagingSink | None = None, source: StagingSource | None = None
+    ) -> None:
         self.config = config
-        self.source = source
         self.url = ""
         self._version = 0
         self._token = os.environ.get(WORKER_TOKEN_ENV, "")
-        self.board = CallBoard()
-        self.prefixes = PrefixStore(source, config.cache_bytes)
         self.gate = GenerationGate()
-        self.core = CaptureCore(sink, self.weight_version, sink_timeout_s=config.sink_timeout_s)
+        self.capture: Capture | None = None
+        """What records tagged calls; None where capture is off, and then nothing of that package is imported."""
+        if config.capture_enabled:
+            from workbench.capture.attach import Capture
+
+            if sink is None:
+                raise SetupError("A capturing worker needs a sink to stage calls in.")
+            self.capture = Capture(config, sink, source, self.weight_version)
         self.engine: Any = None
         """The engine underneath, uncaptured; None before `start` and after `stop`."""
-        self.capturing: CapturingEngine | None = None
         self.tokenizer: Any = None
-        self._splicer: Splicer | None = None
         self._http: Any = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -106,16 +112,8 @@ class PolicyServer:
 
     def status(self) -> dict[str, Any]:
         """What `GET /workbench/status` answers."""
-        return {
-            "pid": os.getpid(),
-            "weight_version": self._version,
-            "live_calls": self.board.live_calls,
-            "running_generations": self.gate.running,
-            "cache_bytes": self.prefixes.bytes_held,
-            "cache_hits": self.prefixes.hits,
-            "prefix_fetches": self.prefixes.fetches,
-            "sampling_overrides": dict(self.capturing.overrides) if self.capturing else {},
-        }
+        status = {"pid": os.getpid(), "weight_version": self._version, "running_generations": self.gate.running}
+        return status | (self.capture.status() if self.capture else {})
 
     async def start(self) -> str:
         """Start engine and HTTP server; returns the base URL.
@@ -142,7 +140,7 @@ class PolicyServer:
         self.tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, config.model_path)
         if config.engine == "scripted":
             return self._start_scripted()
-        from workbench.capture import vllm_runtime
+        from workbench.serving import vllm_runtime
 
         arguments = await asyncio.to_thread(vllm_runtime.parse_serving_arguments, config)
         self.engine = await asyncio.to_thread(vllm_runtime.start_engine, config, arguments)
@@ -151,9 +149,9 @@ class PolicyServer:
         return await vllm_runtime.build_app(self._wrap(self.engine, stops), arguments)
 
     def _start_scripted(self) -> Any:
-        from workbench.capture.scripted import Script, ScriptedEngine
-        from workbench.capture.scripted_app import ScriptedApp
-        from workbench.capture.scripted_dialects import ScriptedDialects
+        from workbench.serving.scripted import Script, ScriptedEngine
+        from workbench.serving.scripted_app import ScriptedApp
+        from workbench.serving.scripted_dialects import ScriptedDialects
 
         if self.config.script_path is None:
             raise SetupError("The scripted engine needs a script: set engine.script_path.")
@@ -165,22 +163,9 @@ class PolicyServer:
         return chat.app
 
     def _wrap(self, engine: Any, stops: set[int]) -> Any:
-        config = self.config
-        if not config.capture_enabled:
+        if self.capture is None:
             return GatedEngine(engine, self.gate)
-        self.capturing = CapturingEngine(
-            engine,
-            self.core,
-            self.board,
-            self.prefixes,
-            self.gate,
-            config.sampling,
-            config.logprobs_mode,
-            self.weight_version,
-        )
-        self._splicer = Splicer(self.tokenizer, stops, self.prefixes)
-        self._splicer.install(engine.renderer)
-        return self.capturing
+        return self.capture.wrap_engine(engine, self.gate, self.tokenizer, stops)
 
     async def _serve(self, app: Any) -> None:
         import uvicorn
@@ -192,18 +177,12 @@ class PolicyServer:
                 yield
 
         config = self.config
-        gated = CaptureGate(
-            app,
-            self.board,
-            token=self._token,
-            status=self.status,
-            capture_enabled=config.capture_enabled,
-            answer_timeout_s=config.sink_timeout_s + 5.0,
-        )
+        inner = app if self.capture is None else self.capture.wrap_app(app)
+        door = Door(inner, token=self._token, status=self.status, takes_tagged=self.capture is not None)
         listener = _listen(config.host, config.port)
         self.url = f"http://{config.host}:{listener.getsockname()[1]}"
         settings = uvicorn.Config(
-            gated, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=120, log_config=None
+            door, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=120, log_config=None
         )
         self._http = QuietServer(settings)
         self._serving = asyncio.create_task(self._http.serve(sockets=[listener]))
@@ -215,9 +194,11 @@ class PolicyServer:
 
     async def probe(self) -> dict[str, Any]:
         """Hold a two-turn conversation with this worker and check what was captured. Raises `ProbeFailed`."""
+        if self.capture is None:
+            return {"capture_enabled": False}
         from workbench.capture.probe import run_probe
 
-        return await run_probe(self)
+        return await run_probe(self, self.capture)
 
     async def update_weights(self, path: str, version: int, hold: bool = False) -> dict[str, float]:
         """Load the safetensors folder `path` as weight version `version`; returns the seconds each part took.
@@ -272,7 +253,7 @@ class PolicyServer:
         """Log-prob (nats) of every token after the first of each sequence, at temperature 1; never captured."""
         if self.config.engine == "scripted":
             raise CaptureError("The scripted engine has no model, so it cannot score tokens; skip the proof with it.")
-        from workbench.capture import vllm_runtime
+        from workbench.serving import vllm_runtime
 
         self.check_alive()
         if self.gate.held:
@@ -287,13 +268,11 @@ class PolicyServer:
             self._http.should_exit = True
             await asyncio.wait([self._serving], timeout=STOP_TIMEOUT_S)
             self._serving.cancel()
-        if self.capturing is not None:
-            await self.capturing.drain(STOP_TIMEOUT_S)
-        if self._splicer is not None:
-            self._splicer.close()
+        if self.capture is not None:
+            await self.capture.close(STOP_TIMEOUT_S)
         engine, self.engine = self.engine, None
         if engine is not None and self.config.engine == "vllm":
-            from workbench.capture import vllm_runtime
+            from workbench.serving import vllm_runtime
 
             await asyncio.to_thread(vllm_runtime.shutdown, engine, STOP_TIMEOUT_S)
 
@@ -332,9 +311,12 @@ class PolicyWorker:
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
+        settings = WorkerConfig.model_validate(config)
+        if not settings.capture_enabled:
+            self._server = PolicyServer(settings)
+            return
         from workbench.capture.staging import TransferQueueSink, TransferQueueSource
 
-        settings = WorkerConfig.model_validate(config)
         self._server = PolicyServer(settings, TransferQueueSink(), TransferQueueSource())
 
     async def start(self) -> str:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from workbench.capture.weights import _compare_packed_copies, _compare_with_file
 from workbench.errors import WeightSyncError
+from workbench.serving.weights import _compare_packed_copies, _compare_with_file
 
 
 class Packed(torch.nn.Module):

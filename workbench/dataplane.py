@@ -88,7 +88,7 @@ def start(
             f"stop all of them; use SimpleStorage"
         )
     if not ray.is_initialized():
-        raise SetupError("the data plane needs Ray: call ray.init before workbench.capture.dataplane.start")
+        raise SetupError("the data plane needs Ray: call ray.init before workbench.dataplane.start")
     if _controller() is not None:
         raise SetupError(
             "this Ray runs a data plane already (actor TransferQueueController); stop that campaign first, "
@@ -137,7 +137,7 @@ def connect_blocking(timeout_s: float = 30.0) -> None:
             if _controller() is None:
                 raise ComponentDied(
                     "the data plane is not running (no actor TransferQueueController in this Ray); "
-                    "workbench.capture.dataplane.start must come first, and its driver must be alive"
+                    "workbench.dataplane.start must come first, and its driver must be alive"
                 )
             import transfer_queue as tq
 

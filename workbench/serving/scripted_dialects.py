@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from workbench.capture.scripted_app import SAMPLING_FIELDS, ScriptedApp, message_of
+from workbench.serving.scripted_app import SAMPLING_FIELDS, ScriptedApp, message_of
 
 Body = dict[str, Any]
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from workbench.errors import CaptureError, SetupError
 
 if TYPE_CHECKING:
-    from workbench.capture.worker import WorkerConfig
+    from workbench.serving.worker import WorkerConfig
 
-ENGINE_SIDE = "workbench.capture.weights.EngineSide"
+ENGINE_SIDE = "workbench.serving.weights.EngineSide"
 
 
 def parse_serving_arguments(config: WorkerConfig) -> Any:

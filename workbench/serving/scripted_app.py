@@ -21,9 +21,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from workbench.capture.scripted import ChatParams, Script, ScriptedParams
-from workbench.capture.transport import ROLLOUT_HEADER
 from workbench.errors import CallRefused
+from workbench.serving.door import ROLLOUT_HEADER
+from workbench.serving.scripted import ChatParams, Script, ScriptedParams
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 

@@ -1,0 +1,69 @@
+"""Custody: what is proved about one rollout, in a few words that every inspector shows alike.
+
+In: a run, a ledger, or frames of one. Out: a state, a sentence (for a rejected rollout its cause, the call and the
+token position) and the first eight characters of the digest that vouches for the sequence. Invariant: nothing is called
+verified that the verifier has not passed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import polars as pl
+
+from workbench.inspect.ids import short_id
+
+State = Literal["verified", "rejected", "open", "unknown"]
+
+
+@dataclass(frozen=True)
+class Custody:
+    """`digest` is the cumulative hash of the terminal call, shortened; None where there is no terminal."""
+
+    state: State
+    words: str
+    digest: str | None = None
+
+    def sentence(self) -> str:
+        """State, reason and digest in one line."""
+        return self.words if self.digest is None else f"{self.words} · digest {self.digest}"
+
+
+def rollout_row(source: Any, rollout_id: str) -> dict[str, Any] | None:
+    """The rollout's row of `source.rollouts`; None for a bare frame, or where it is not finalised."""
+    rollouts: pl.DataFrame | None = None if isinstance(source, pl.DataFrame) else getattr(source, "rollouts", None)
+    if rollouts is None or rollouts.is_empty():
+        return None
+    found = rollouts.filter(pl.col("rollout_id") == rollout_id)
+    return found.row(0, named=True) if found.height else None
+
+
+def custody_of(rollout: dict[str, Any] | None, calls: pl.DataFrame | None, *, from_run: bool = True) -> Custody:
+    """Custody of the rollout in a row of the rollouts frame; `calls` (of that rollout) give the digest."""
+    digest = _digest(rollout, calls)
+    if rollout is None:
+        words = "not finalised yet: nothing is verified" if from_run else "custody not shown: made from a bare frame"
+        return Custody("open" if from_run else "unknown", words, digest)
+    if rollout.get("cause"):
+        return Custody("rejected", rejection(rollout), digest)
+    if rollout.get("verified"):
+        return Custody("verified", f"verified, terminal by {rollout.get('terminal_selection')}", digest)
+    chosen = rollout.get("terminal_selection") or "nobody"
+    return Custody("open", f"custody rows only, not verified; terminal by {chosen}", digest)
+
+
+def rejection(rollout: dict[str, Any]) -> str:
+    """Why a rollout was thrown away: cause, call, token position, detail."""
+    place = f" at call {short_id(rollout['call_id'], rollout['rollout_id'])}" if rollout.get("call_id") else ""
+    place += f", token {rollout['position']:,}" if rollout.get("position") is not None else ""
+    detail = f": {rollout['detail']}" if rollout.get("detail") else ""
+    return f"rejected, {rollout['cause']}{place}{detail}"
+
+
+def _digest(rollout: dict[str, Any] | None, calls: pl.DataFrame | None) -> str | None:
+    terminal = (rollout or {}).get("terminal_model_call_id")
+    if terminal is None or calls is None or "cumulative_hash" not in calls.columns:
+        return None
+    found = calls.filter(pl.col("model_call_id") == terminal)["cumulative_hash"].drop_nulls()
+    return str(found[0])[:8] if found.len() else None

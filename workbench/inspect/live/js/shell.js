@@ -1,0 +1,126 @@
+// shell.js: what every live view has. A frame that takes the keyboard, a help panel, and one line for errors.
+// Text is always set as text, never as markup; keys are kept from the notebook while the frame has the focus.
+
+export function h(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === false || value === null || value === undefined) continue;
+    if (name === "text") node.textContent = value;
+    else node.setAttribute(name, value === true ? "" : value);
+  }
+  node.append(...children.filter((child) => child !== null && child !== undefined));
+  return node;
+}
+
+export class Shell {
+  constructor({ model, el }, name) {
+    this.model = model;
+    this.undo = [];
+    this.keys = [];
+    this.body = h("div", { class: "wb-body" });
+    this.help = h("div", { class: "wb-help", hidden: true });
+    this.error = h("div", { class: "wb-error", role: "alert", hidden: true });
+    this.root = h("div", {
+      class: "wb", tabindex: "0", role: "region", "aria-label": name, "data-wb": name,
+      "data-lm-suppress-shortcuts": "true",
+    }, this.body, this.help, this.error);
+    el.append(this.root);
+    this.listen(this.root, "keydown", (event) => this.#press(event));
+    this.bind([["?", "this help", () => this.#toggleHelp()]]);
+    this.#foldSnapshot(el);
+  }
+
+  /** `fn` whose exceptions, and those of the promise it returns, end as one line in the view. */
+  guard(fn) {
+    return (...args) => {
+      try {
+        const out = fn(...args);
+        if (out && typeof out.catch === "function") out.catch((problem) => this.fail(problem));
+        return out;
+      } catch (problem) {
+        this.fail(problem);
+      }
+    };
+  }
+
+  fail(problem) {
+    this.error.textContent =
+      `The live view failed: ${problem && problem.message ? problem.message : problem}. .snapshot() shows the same without it.`;
+    this.error.hidden = false;
+    console.error(problem);
+  }
+
+  listen(target, type, fn, options) {
+    const guarded = this.guard(fn);
+    target.addEventListener(type, guarded, options);
+    this.undo.push(() => target.removeEventListener(type, guarded, options));
+  }
+
+  watch(trait, fn) {
+    const guarded = this.guard(fn);
+    this.model.on(`change:${trait}`, guarded);
+    this.undo.push(() => this.model.off(`change:${trait}`, guarded));
+  }
+
+  /** Calls `fn` when the frame's size or the page's theme changes. */
+  watchLook(fn) {
+    const guarded = this.guard(fn);
+    const sizes = new ResizeObserver(() => guarded());
+    sizes.observe(this.root);
+    const themes = new MutationObserver(() => guarded());
+    themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "class"] });
+    this.undo.push(() => { sizes.disconnect(); themes.disconnect(); });
+  }
+
+  /** `table`: [key, what it does, function]. */
+  bind(table) {
+    this.keys = [...table, ...this.keys];
+    this.help.replaceChildren(...this.keys.map(([key, words]) => h("div", {}, h("kbd", { text: key }), words)));
+  }
+
+  send(trait, value) {
+    this.model.set(trait, value);
+    this.model.save_changes();
+  }
+
+  close() {
+    for (const undo of this.undo.splice(0).reverse()) undo();
+    this.root.remove();
+  }
+
+  #press(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    const typing = event.target.matches("input, select, textarea");
+    if (typing) {
+      if (event.key === "Escape") this.root.focus();
+      return;
+    }
+    const bound = this.keys.find(([key]) => key === event.key);
+    if (!bound) return;
+    event.preventDefault();
+    event.stopPropagation();
+    bound[2]();
+  }
+
+  #toggleHelp() {
+    this.help.hidden = !this.help.hidden;
+  }
+
+  #foldSnapshot(el) {
+    const child = el.closest(".jp-OutputArea-child");
+    const fallbacks = this.model.get("fallbacks");
+    if (!child || !fallbacks) return;
+    child.setAttribute("data-wb-live", String(fallbacks));
+    this.undo.push(() => child.removeAttribute("data-wb-live"));
+  }
+}
+
+export function custodyLine(custody) {
+  const line = h("div", { class: `wb-custody ${custody.state}` }, h("b", { text: custody.words }));
+  if (custody.digest) line.append(` · digest ${custody.digest}`);
+  return line;
+}
+
+export function count(number, one, many = `${one}s`) {
+  return `${number.toLocaleString("en-US")} ${number === 1 ? one : many}`;
+}

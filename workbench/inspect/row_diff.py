@@ -1,0 +1,201 @@
+"""RowDiff: two rollouts token by token, or two runs rollout by rollout and then token by token.
+
+    RowDiff(arm_a, arm_b)                                two runs, paired by task and seed
+    RowDiff(run, run, rollouts=("r.0.1.0", "r.0.2.0"))   two rollouts of one run, or of two
+    RowDiff(tokens_a, tokens_b, vocabulary=…)            two token frames
+
+Out: differences of the arms with intervals, the pairs whose verdict flips, and both token strips with the first
+diverging id in the middle. Invariant: tokens are compared as ids; two rows with the same text and other ids differ, and
+the view says where. Not here: how rows are aligned (`align`), how pairs are made and averaged (`arms`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import polars as pl
+from matplotlib.figure import Figure
+
+from workbench.errors import RunStoreError
+from workbench.inspect import html as markup
+from workbench.inspect.align import Stretch, equal_stretches, first_difference
+from workbench.inspect.arms import Difference, differences, flips, pair_up
+from workbench.inspect.snapshot import LiveView
+from workbench.inspect.style import CARRY, REJECTED, SAMPLED, panels
+from workbench.inspect.token_strip import TokenStrip
+from workbench.runs.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from workbench.inspect.live.diff import DiffWidget
+
+AROUND = 60
+
+
+class RowDiff(LiveView):
+    """Two rollouts side by side; with two runs also what differs between the arms.
+
+    Without `rollouts` the pair shown first is the first flip, else the first pair whose ids differ. A rollout counts as
+    solved from a reward of `solved` on. Raises RunStoreError where nothing can be paired.
+    """
+
+    def __init__(
+        self,
+        one: Any,
+        other: Any,
+        *,
+        rollouts: tuple[str, str] | None = None,
+        vocabulary: Vocabulary | None = None,
+        solved: float = 0.5,
+        max_flips: int = 20,
+    ) -> None:
+        self.sources = (one, other)
+        self.vocabulary = vocabulary
+        self.solved = solved
+        self.max_flips = max_flips
+        self.pairs: pl.DataFrame | None = None
+        self.flips: pl.DataFrame | None = None
+        self.differences: list[Difference] = []
+        self.unpaired = (0, 0)
+        frames = isinstance(one, pl.DataFrame), isinstance(other, pl.DataFrame)
+        if any(frames) and not all(frames):
+            raise RunStoreError("Expected two runs or two token frames, got one of each")
+        if not all(frames) and (rollouts is None or one is not other):
+            self._compare_arms(one.rollouts, other.rollouts, needed=rollouts is None)
+        self.names = rollouts or (self._first_pair() if self.pairs is not None else ("A", "B"))
+        self.strips = self.strips_of(*self.names)
+        self.stretches, self.first = self.alignment(*self.strips)
+
+    def _compare_arms(self, one: pl.DataFrame, other: pl.DataFrame, *, needed: bool) -> None:
+        pairs = pair_up(one, other)
+        if pairs.is_empty():
+            if needed:
+                raise RunStoreError(
+                    f"No rollout of {one.height:,} and {other.height:,} has a partner: the arms share no task; run "
+                    "both with the same seed and environment, or name two rollouts: RowDiff(a, b, rollouts=(…, …))"
+                )
+            return
+        self.pairs, self.flips = pairs, flips(pairs, self.solved)
+        self.differences = differences(pairs)
+        self.unpaired = (one.height - pairs.height, other.height - pairs.height)
+
+    def _first_pair(self) -> tuple[str, str]:
+        assert self.pairs is not None and self.flips is not None
+        if self.flips.height:
+            return self.flips["rollout_id"][0], self.flips["rollout_id_other"][0]
+        both = self.pairs.filter((pl.col("valid") == 1) & (pl.col("valid_other") == 1))
+        row = (both if both.height else self.pairs).row(0, named=True)
+        return row["rollout_id"], row["rollout_id_other"]
+
+    def strips_of(self, one: str, other: str) -> tuple[TokenStrip, TokenStrip]:
+        """The strips of two rollouts, `one` of the first source. Raises RunStoreError where one has no tokens."""
+        first, second = self.sources
+        return (
+            TokenStrip(first, one, vocabulary=self.vocabulary),
+            TokenStrip(second, other, vocabulary=self.vocabulary),
+        )
+
+    @staticmethod
+    def alignment(one: TokenStrip, other: TokenStrip) -> tuple[list[Stretch], int | None]:
+        """Equal stretches of two strips and the first diverging position; None for equal rows."""
+        ids_one, ids_other = (strip.tokens["token_id"].to_numpy().astype(np.uint64) for strip in (one, other))
+        return equal_stretches(ids_one, ids_other), first_difference(ids_one, ids_other)
+
+    def sentence(self) -> str:
+        one, other = self.strips
+        parts = []
+        if self.pairs is not None and self.flips is not None:
+            parts.append(f"{markup.count(self.pairs.height, 'pair')} by task and seed")
+            reward = self.differences[0]
+            if reward.mean is not None:
+                parts.append(f"reward {reward.mean:+.3f}{_interval(reward)}")
+            parts.append(markup.count(self.flips.height, "flip"))
+        parts.append(f"{one.rollout_id} against {other.rollout_id}")
+        parts.append(f"{one.tokens.height:,} and {other.tokens.height:,} tokens")
+        parts.append("equal" if self.first is None else f"first diverging id at {self.first:,}")
+        return " · ".join(parts)
+
+    def draw(self) -> Figure:
+        """Both rows as bands on one scale: equal stretches hatched, own ids solid, the divergence a line."""
+        figure, (ax,) = panels(1.5)
+        longest = 1
+        for y, strip, side in ((1, self.strips[0], 0), (0, self.strips[1], 1)):
+            size = strip.tokens.height
+            longest = max(longest, size)
+            ax.barh(y, size, height=0.55, color=SAMPLED, lw=0)
+            shown = sorted(self.stretches, key=lambda s: -s[2])[:400]
+            spans = [(s[side], s[2]) for s in shown]
+            ax.broken_barh(spans, (y - 0.275, 0.55), facecolor=CARRY, edgecolor="white", hatch="////", lw=0)
+        if self.first is not None:
+            ax.axvline(self.first, color=REJECTED, lw=1.6, ls="--")
+        ax.set_yticks([1, 0], [f"A {self.strips[0].rollout_id}", f"B {self.strips[1].rollout_id}"], fontsize=8)
+        ax.set_xlim(0, longest)
+        ax.grid(visible=False)
+        ax.set_xlabel("position; hatched: the same ids in both, solid: only here, dashed: first diverging id")
+        return figure
+
+    def html(self) -> str:
+        parts = [markup.line(self.sentence(), strong=True)]
+        if self.pairs is not None and self.flips is not None:
+            parts += self._arms_html(self.flips)
+        for letter, strip in zip("AB", self.strips, strict=True):
+            start = 0 if self.first is None else max(0, min(self.first, strip.tokens.height) - AROUND // 2)
+            strip.start, strip.stop = start, min(strip.tokens.height, start + AROUND)
+            words = f"{letter}: {strip.rollout_id} · {strip.custody.sentence()} · from token {start:,}"
+            mark = None if self.first is None or self.first >= strip.tokens.height else self.first
+            parts += [markup.line(words), strip.text_block(mark)]
+        if self.first is not None:
+            parts.append(markup.line(f"Boxed twice: the first diverging id, position {self.first:,}.", muted=True))
+        return markup.block(*parts)
+
+    def _arms_html(self, flipped: pl.DataFrame) -> list[str]:
+        parts = [
+            markup.table(
+                ("metric", "pairs", "A", "B", "B − A", "95 % interval", "what it is"),
+                [_difference_row(difference) for difference in self.differences],
+            )
+        ]
+        if any(self.unpaired):
+            parts.append(
+                markup.line(f"Without a partner: {self.unpaired[0]:,} of A, {self.unpaired[1]:,} of B", muted=True)
+            )
+        shown = flipped.head(self.max_flips)
+        if shown.height:
+            header = ("task", "index", "A", "B", "reward A", "reward B", "what flipped")
+            parts.append(markup.table(header, [_flip_row(row) for row in shown.to_dicts()]))
+        if shown.height < flipped.height:
+            parts.append(markup.line(f"Showing {shown.height} of {flipped.height:,} flips; all: .flips", muted=True))
+        return parts
+
+    def make_live(self, fallbacks: int) -> DiffWidget:
+        from workbench.inspect.live.diff import DiffWidget
+
+        return DiffWidget.of(self, fallbacks=fallbacks)
+
+
+def _interval(difference: Difference) -> str:
+    if difference.low is None or difference.high is None:
+        return " (one task: no interval)"
+    return f" [{difference.low:+.3f}, {difference.high:+.3f}]"
+
+
+def _difference_row(d: Difference) -> list[markup.Cell | str]:
+    if d.one is None or d.other is None or d.mean is None:
+        return [d.metric, markup.Cell("0", right=True), *[markup.Cell("–", muted=True)] * 4, d.meaning]
+    numbers = (f"{d.one:,.4g}", f"{d.other:,.4g}", f"{d.mean:+,.4g}")
+    cells = [markup.Cell(text, right=True) for text in (f"{d.pairs:,}", *numbers)]
+    return [d.metric, *cells, _interval(d).strip(), d.meaning]
+
+
+def _flip_row(row: dict[str, Any]) -> list[markup.Cell | str]:
+    rewards = ("–" if row[name] is None else f"{row[name]:g}" for name in ("reward", "reward_other"))
+    left, right = (markup.Cell(text, right=True) for text in rewards)
+    return [
+        row["task_id"] or "–",
+        markup.Cell(str(row["index"]), right=True),
+        row["rollout_id"],
+        row["rollout_id_other"],
+        left,
+        right,
+        markup.Cell(row["what"], strong=True),
+    ]

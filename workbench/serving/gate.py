@@ -1,0 +1,95 @@
+"""Gate: calls run together, or one weight update runs alone.
+
+Invariant: no generation straddles two weight versions, because a closing gate waits until the running ones are done.
+Not here: loading weights (weights, worker), recording what ran (capture).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from workbench.errors import CaptureError, DeadlineExceeded
+
+
+class GenerationGate:
+    """Lets calls run together, or one weight update alone.
+
+    A closing gate holds new calls back and waits until the running ones are done, so no call straddles two versions.
+    """
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.held = False
+        """Whether a weight update has ended and keeps calls back all the same, until `open`."""
+        self._open = asyncio.Event()
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @contextlib.asynccontextmanager
+    async def call(self) -> AsyncIterator[None]:
+        """Hold while one generation runs."""
+        while not self._open.is_set():
+            await self._open.wait()
+        self.running += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self.running -= 1
+            if self.running == 0:
+                self._idle.set()
+
+    @contextlib.asynccontextmanager
+    async def alone(self, timeout_s: float, *, stay_closed: bool = False) -> AsyncIterator[None]:
+        """Hold while nothing may run; `stay_closed` leaves the gate closed afterwards, until `open`.
+
+        Raises `DeadlineExceeded`, with the gate open, when running calls do not end within `timeout_s`.
+        """
+        if not self._open.is_set():
+            raise CaptureError("A weight update is already in progress; expected one at a time.")
+        self._open.clear()
+        try:
+            try:
+                await asyncio.wait_for(self._idle.wait(), timeout_s)
+            except TimeoutError as error:
+                raise DeadlineExceeded(
+                    f"{self.running} generations still ran {timeout_s:g} s after a weight update asked for quiet."
+                ) from error
+            yield
+        except BaseException:
+            self._open.set()
+            raise
+        self.held = stay_closed
+        if not stay_closed:
+            self._open.set()
+
+    def open(self) -> None:
+        """Let the calls go on that were held back."""
+        self.held = False
+        self._open.set()
+
+
+class GatedEngine:
+    """An engine client whose generations wait at the gate; everything else is the engine's own."""
+
+    def __init__(self, engine: Any, gate: GenerationGate) -> None:
+        self._engine = engine
+        self._gate = gate
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(
+        self, prompt: Any, sampling_params: Any, request_id: str, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        """The engine's `generate`, unchanged."""
+        async with self._gate.call():
+            outputs = self._engine.generate(prompt, sampling_params, request_id, **kwargs)
+            # Closed here and now when the reader leaves: the gate must not open while the engine still runs the call.
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    yield output

@@ -1,0 +1,62 @@
+"""Samplers by name: which of the finished groups the next optimiser step takes.
+
+    sampler("windowed", max_staleness=2)      one of SAMPLERS
+    sampler("mine.samplers:Best", share=0.5)  a `Sampler` of one's own, found on the Python path
+
+One file a choice, all over `base`. Not here: what lies in the buffer (`workbench.train.buffer`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from dataclasses import fields
+from typing import Any
+
+from workbench.errors import RecipeError
+from workbench.train.samplers.base import Entry, Sampler, Selection
+from workbench.train.samplers.in_order import InOrder
+from workbench.train.samplers.weight_fifo import WeightFifo
+from workbench.train.samplers.windowed import Windowed
+
+SAMPLERS: dict[str, type[Sampler]] = {
+    "in_order": InOrder,
+    "weight_fifo": WeightFifo,
+    "windowed": Windowed,
+}
+
+__all__ = ["SAMPLERS", "Entry", "Sampler", "Selection", "sampler"]
+
+
+def sampler(name: str, staleness: int | None = None, **options: Any) -> Sampler:
+    """The sampler `name`, or the class at `package.module:Class`, with its options.
+
+    `staleness` is `max_staleness` for a sampler that has this option and was not given it.
+    Raises RecipeError with what there is otherwise: an unknown name or option, a path that leads to no `Sampler`.
+    """
+    chosen = _imported(name) if ":" in name else SAMPLERS.get(name)
+    if chosen is None:
+        near = difflib.get_close_matches(name, SAMPLERS, n=1)
+        hint = f", did you mean {near[0]}?" if near else ""
+        raise RecipeError(f"no sampler {name!r}{hint}; allowed: {', '.join(SAMPLERS)}, or package.module:Class")
+    known = [field.name for field in fields(chosen)]
+    for option in options:
+        if option not in known:
+            raise RecipeError(f"sampler {name} has no option {option!r}; it has: {', '.join(known) or 'none'}")
+    if "max_staleness" in known and options.get("max_staleness") is None:
+        options["max_staleness"] = staleness
+    try:
+        return chosen(**options)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"sampler {name} does not take {options}: {error}") from error
+
+
+def _imported(path: str) -> type[Sampler]:
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RecipeError(f"sampler {path}: cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Sampler)):
+        raise RecipeError(f"sampler {path}: expected a subclass of workbench.train.samplers.Sampler, got {found!r}")
+    return found
