@@ -32,6 +32,7 @@ campaign: models ## one campaign: make campaign [RECIPE=cpu_smoke] [ARGS="train.
 	@$(PY) -m workbench.campaign.cli run $(RECIPE) $(ARGS)
 
 test: models ## lint and all tests; fast ones first, then Ray, then engines
+	@$(PY) tools/chromium.py >/dev/null || true # where there is none, the tests that need one say so and fail
 	@$(PY) -m ruff check .
 	@$(PY) -m pytest $(PYTEST_ARGS)
 
@@ -42,7 +43,7 @@ soak: models ## a long scripted campaign and every part killed with real deadlin
 check: setup ## lint, types and the fast tests, in two or three minutes
 	@$(PY) -m ruff check .
 	@$(PY) -m mypy
-	@$(PY) -m pytest -m "not ray and not engine" $(PYTEST_ARGS)
+	@$(PY) -m pytest -m "not ray and not engine and not browser" $(PYTEST_ARGS)
 
 lab: models ## JupyterLab on the notebooks
 	@$(PY) -m workbench.campaign.cli lab

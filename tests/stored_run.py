@@ -198,6 +198,8 @@ class StoredRun:
                 "index",
                 "advantage",
                 "sample_mask",
+                "left_out",
+                "loss_mask",
                 "trainer_logprobs",
                 "delta",
             )
@@ -217,6 +219,8 @@ class StoredRun:
                     ("index", row.index),
                     ("advantage", float(row.reward - 0.3) * row.sample_mask),
                     ("sample_mask", row.sample_mask),
+                    ("left_out", None if row.sample_mask else "placeholder"),
+                    ("loss_mask", row.token_mask * row.sample_mask),
                     ("trainer_logprobs", trainer_T),
                     ("delta", delta_T),
                 ):

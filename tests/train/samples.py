@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from workbench.finalizer.group import Assembly, FinalizationRequest, RolloutOutcome, assemble
+from workbench.finalizer.parts import write_group
+from workbench.finalizer.rows import GroupRow
 from workbench.train.batch import token_logprobs
 from workbench.train.rows import TrainRow
+from workbench.wire import Cause
 
 
 def row(place: int, length: int, *, sampled: slice, reward: float = 0.0, valid: bool = True, size: int = 4) -> TrainRow:
@@ -35,6 +40,31 @@ class MemoryRows:
     def clear(self, keys: Sequence[str]) -> None:
         for key in keys:
             self.rows.pop(key, None)
+
+
+def store_group(run_dir: Path, rows: Sequence[TrainRow]) -> None:
+    """What a finalizer leaves of the group of these rows: its parts in `run_dir`, without any call."""
+    group_id = rows[0].group_id
+    outcomes = [
+        RolloutOutcome(rollout_id=r.rollout_id, index=r.index, failure=Cause.MISSING_RECEIPT, reward=r.reward)
+        for r in rows
+    ]
+    group_rows = [
+        GroupRow(
+            rollout_id=r.rollout_id, group_id=group_id, index=r.index, reward=r.reward, reward_components={},
+            sample_mask=int(r.sample_mask), prompt_len=1, model_call_ids=[], weight_versions=[],
+            weight_version_spans=[], link_spans=[], sampling=[], cause=None, token_ids=r.token_ids.astype(np.uint64),
+            token_mask=r.token_mask.astype(np.uint8), logprobs=r.logprobs,
+        )
+        for r in rows
+    ]  # fmt: skip
+    request = FinalizationRequest(group_id=group_id, weight_version=0, rollouts=outcomes)
+    placeholders = assemble(request, {}, bos_token_id=1)
+    summaries = [
+        summary.model_copy(update={"sample_mask": row.sample_mask, "reward": row.reward})
+        for summary, row in zip(placeholders.summaries, group_rows, strict=True)
+    ]
+    write_group(run_dir, request, {}, Assembly(group_rows, summaries, placeholders.metrics))
 
 
 @torch.no_grad()

@@ -38,7 +38,7 @@ def test_micro_batches_hold_every_sampled_token_once_within_the_bound(lengths, m
         for b, place in enumerate(micro.positions):
             T, item = micro.lengths[b], rows[place]
             np.testing.assert_array_equal(micro.ids[b, :T].numpy(), item.token_ids[:T])
-            np.testing.assert_array_equal(micro.loss_mask[b].nonzero()[:, 0].numpy(), item.token_mask.nonzero()[0])
+            np.testing.assert_array_equal(micro.scored[b].nonzero()[:, 0].numpy(), item.token_mask.nonzero()[0])
             np.testing.assert_array_equal(micro.old_logprobs[b, :T].numpy(), item.logprobs[:T])
 
 

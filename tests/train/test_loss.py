@@ -157,5 +157,5 @@ def test_equal_log_probs_mean_no_error_at_all():
 def test_shapes_that_do_not_match_are_named():
     with pytest.raises(ValueError, match=r"\(2, 3\), \(2, 4\)"):
         grpo_loss(torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(2), torch.ones(2, 3), LOW, HIGH)
-    with pytest.raises(ValueError, match="token or sequence"):
+    with pytest.raises(ValueError, match="token, sequence or constant"):
         grpo_loss(*[torch.zeros(2, 3)] * 2, torch.zeros(2), torch.ones(2, 3), LOW, HIGH, reduction="mean")

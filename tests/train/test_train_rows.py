@@ -19,7 +19,7 @@ def group_row(index: int, length: int, reward: float = 0.5, sample_mask: int = 1
     return GroupRow(
         rollout_id=f"run.0.{index}.0", group_id="run.0", index=index, reward=reward, reward_components={},
         sample_mask=sample_mask, prompt_len=3, model_call_ids=["c"], weight_versions=[2],
-        weight_version_spans=[["c", 3, length, 2]], link_spans=[["c", 3, length - 3]], cause=None,
+        weight_version_spans=[["c", 3, length, 2]], link_spans=[["c", 3, length - 3]], sampling=[{}], cause=None,
         token_ids=made.token_ids.astype(np.uint64), token_mask=made.token_mask, logprobs=made.logprobs,
     )  # fmt: skip
 

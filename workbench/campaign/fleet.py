@@ -241,6 +241,9 @@ class Fleet:
                     "worker_url": self.worker_url,
                     "host": recipe.gateway.host,
                     "port": recipe.gateway.port,
+                    "workers": recipe.gateway.workers,
+                    "control_open": recipe.gateway.control_open,
+                    "client_timeout_s": recipe.gateway.client_timeout_s,
                     "model": "policy",
                     "sampling": recipe.sampling.model_dump(),
                     "request_timeout_s": recipe.gateway.request_timeout_s,
@@ -280,7 +283,7 @@ class Fleet:
         """
         beats: dict[str, Heartbeat] = {
             "the gateway": self._gateway_beat,
-            "the policy worker": lambda: self.worker.check.remote(),
+            "the policy worker": lambda: self.worker.check_alive.remote(),
         }
         actors = self._data_plane_actors | ({"the trainer": self.trainer} if self.trainer is not None else {})
         return beats | {name: partial(_ask_ready, actor) for name, actor in actors.items()}
@@ -296,7 +299,14 @@ class Fleet:
                 "advantage", "clip_low", "clip_high",
             }
         )  # fmt: skip
+        loss, off_policy = recipe.train.loss, recipe.train.off_policy
         return train | {
+            **loss.model_dump(),
+            "constant_tokens": loss.constant_tokens or recipe.model.max_model_len,
+            "kl_coef": recipe.train.kl.coefficient,
+            "kl_estimator": recipe.train.kl.estimator,
+            "off_policy": off_policy.policy,
+            "max_lag": recipe.train.max_staleness if off_policy.max_lag is None else off_policy.max_lag,
             "model_path": str(model_path),
             "run_dir": str(self.run_dir),
             "publish_dtype": recipe.model.dtype,

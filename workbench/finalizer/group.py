@@ -11,8 +11,8 @@ Not here: fetching, publishing, storing (actor), the checks of one rollout (veri
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from workbench.errors import ReceiptRejected, StagingError, WireError
 from workbench.finalizer.metrics import GroupMetrics, group_metrics
 from workbench.finalizer.rows import GroupRow
+from workbench.finalizer.spans import sampling_of, version_spans
 from workbench.finalizer.verify import LinearizedRow, verify_and_linearize
 from workbench.wire import Cause, ManifestFailure, RolloutReceipt, StagedCall, extras_digest
 
@@ -131,7 +132,9 @@ class Assembly:
 
 
 @dataclass(frozen=True)
-class _Rejection:
+class Rejection:
+    """Why a rollout has no vote: one primary cause, and where known the call and the token position."""
+
     cause: Cause
     detail: str
     call_id: str | None = None
@@ -144,13 +147,23 @@ def assemble(request: FinalizationRequest, staged: Staged, bos_token_id: int) ->
     Nothing about one rollout raises: what is wrong with it is its placeholder's cause.
     """
     verdicts = [_verify(outcome, staged) for outcome in request.rollouts]
-    prompt_T, source = _placeholder_prompt(request, verdicts, staged, bos_token_id)
+    return build_group(request, verdicts, *_placeholder_prompt(request, verdicts, staged, bos_token_id), staged)
+
+
+def build_group(
+    request: FinalizationRequest,
+    verdicts: Sequence[LinearizedRow | Rejection],
+    prompt_T: np.ndarray,
+    source: str,
+    staged: Staged,
+) -> Assembly:
+    """N rows in index order from N verdicts. `prompt_T` (uint64[T]) is the placeholders', `source` says whence."""
     rows: list[GroupRow] = []
     summaries: list[RowSummary] = []
     seen: dict[bytes, str] = {}
     for outcome, verdict in zip(request.rollouts, verdicts, strict=True):
-        rejection = verdict if isinstance(verdict, _Rejection) else None
-        row = _group_row(request, outcome, verdict, prompt_T)
+        rejection = verdict if isinstance(verdict, Rejection) else None
+        row = _group_row(request, outcome, verdict, prompt_T, staged)
         first = outcome.rollout_id
         if rejection is None:
             # Byte-equal siblings are legitimate samples, and also what a broken sampling seed looks like: reported.
@@ -167,8 +180,8 @@ def assemble(request: FinalizationRequest, staged: Staged, bos_token_id: int) ->
                 prompt_len=row.prompt_len,
                 tokens=int(row.token_ids.size),
                 sampled_tokens=int(np.count_nonzero(row.token_mask)),
-                weight_version_min=min(row.weight_versions, default=None),
-                weight_version_max=max(row.weight_versions, default=None),
+                weight_version_min=min(row.versions, default=None),
+                weight_version_max=max(row.versions, default=None),
                 terminal_selection=outcome.receipt.terminal_selection if outcome.receipt else None,
                 placeholder=source if rejection else None,
                 cause=rejection.cause if rejection else None,
@@ -181,28 +194,28 @@ def assemble(request: FinalizationRequest, staged: Staged, bos_token_id: int) ->
     return Assembly(rows, summaries, group_metrics(request.rollouts, summaries))
 
 
-def _verify(outcome: RolloutOutcome, staged: Staged) -> LinearizedRow | _Rejection:
+def _verify(outcome: RolloutOutcome, staged: Staged) -> LinearizedRow | Rejection:
     receipt = outcome.receipt
     if receipt is None:
         cause = outcome.failure or Cause.MISSING_RECEIPT
-        return _Rejection(cause, outcome.detail or cause.explanation)
+        return Rejection(cause, outcome.detail or cause.explanation)
     if receipt.rollout_id != outcome.rollout_id:
         detail = f"the receipt that came for rollout {outcome.rollout_id} is that of {receipt.rollout_id}"
-        return _Rejection(Cause.IDENTITY_MISMATCH, detail)
+        return Rejection(Cause.IDENTITY_MISMATCH, detail)
     if outcome.failure is not None and not receipt.capture_poisoned:
-        return _Rejection(outcome.failure, outcome.detail or outcome.failure.explanation)
+        return Rejection(outcome.failure, outcome.detail or outcome.failure.explanation)
     answers = [staged[record.staging_key] for record in receipt.manifest]
     calls = [answer for answer in answers if isinstance(answer, StagedCall)]
     try:
         row = verify_and_linearize(receipt, calls)
         _check_extras(calls)
-        return row
+        return replace(row, weight_version_spans=version_spans(row, calls))
     except ReceiptRejected as error:
         if error.cause == Cause.ROW_COUNT_MISMATCH:
             # Rows are missing because they could not be read: that is the cause, and the key says which call.
             for record, answer in zip(receipt.manifest, answers, strict=True):
                 if isinstance(answer, StagingError):
-                    return _Rejection(Cause(answer.cause), str(answer), record.model_call_id)
+                    return Rejection(Cause(answer.cause), str(answer), record.model_call_id)
         return _primary(error, outcome, receipt)
 
 
@@ -218,11 +231,11 @@ def _check_extras(calls: list[StagedCall]) -> None:
             raise ReceiptRejected(Cause.CORRUPT_DIGEST, call_id=call.model_call_id, detail=detail)
 
 
-def _primary(error: ReceiptRejected, outcome: RolloutOutcome, receipt: RolloutReceipt) -> _Rejection:
+def _primary(error: ReceiptRejected, outcome: RolloutOutcome, receipt: RolloutReceipt) -> Rejection:
     """The one cause that is counted: behind a poisoned or failed receipt stands the reason it was poisoned for."""
     cause = Cause(error.cause)
     if cause not in (Cause.ROLLOUT_FAILED, Cause.CAPTURE_POISONED):
-        return _Rejection(cause, error.detail or cause.explanation, error.call_id, error.position)
+        return Rejection(cause, error.detail or cause.explanation, error.call_id, error.position)
     reason = receipt.failure_reason or ""
     if reason in _CAUSES:
         cause, reason = Cause(reason), ""
@@ -230,11 +243,11 @@ def _primary(error: ReceiptRejected, outcome: RolloutOutcome, receipt: RolloutRe
     failed = next((failure for failure in outcome.failures if failure.reason == cause), None)
     agent = outcome.detail if outcome.failure is not None or receipt.terminal_attribution_reason is None else None
     said = reason or (failed.detail if failed else None) or agent or receipt.terminal_attribution_reason
-    return _Rejection(cause, said or cause.explanation, failed.model_call_id if failed else None)
+    return Rejection(cause, said or cause.explanation, failed.model_call_id if failed else None)
 
 
 def _placeholder_prompt(
-    request: FinalizationRequest, verdicts: list[LinearizedRow | _Rejection], staged: Staged, bos_token_id: int
+    request: FinalizationRequest, verdicts: list[LinearizedRow | Rejection], staged: Staged, bos_token_id: int
 ) -> tuple[np.ndarray, str]:
     for verdict in verdicts:
         if isinstance(verdict, LinearizedRow):
@@ -259,10 +272,12 @@ def _is_recorded(call: StagedCall, digest: str) -> bool:
 def _group_row(
     request: FinalizationRequest,
     outcome: RolloutOutcome,
-    verdict: LinearizedRow | _Rejection,
+    verdict: LinearizedRow | Rejection,
     placeholder_T: np.ndarray,
+    staged: Staged,
 ) -> GroupRow:
-    row = _no_vote(outcome.rollout_id, placeholder_T) if isinstance(verdict, _Rejection) else verdict
+    row = _no_vote(outcome.rollout_id, placeholder_T) if isinstance(verdict, Rejection) else verdict
+    own = [staged[record.staging_key] for record in outcome.receipt.manifest] if outcome.receipt else []
     return GroupRow(
         rollout_id=outcome.rollout_id,
         group_id=request.group_id,
@@ -275,7 +290,8 @@ def _group_row(
         weight_versions=list(row.weight_versions),
         weight_version_spans=[list(span) for span in row.weight_version_spans],
         link_spans=[list(span) for span in row.link_spans],
-        cause=verdict.cause.value if isinstance(verdict, _Rejection) else None,
+        sampling=sampling_of(row, [call for call in own if isinstance(call, StagedCall)]),
+        cause=verdict.cause.value if isinstance(verdict, Rejection) else None,
         token_ids=row.token_ids,
         token_mask=row.token_mask.astype(np.uint8),
         logprobs=row.logprobs,

@@ -18,7 +18,6 @@ import numpy as np
 import orjson
 
 from workbench import dataplane
-from workbench.capture.staged_row import split_rows
 from workbench.errors import WorkbenchError
 
 Columns = dict[str, np.ndarray]
@@ -32,7 +31,7 @@ class GroupRow:
 
     `sample_mask` 0 marks a placeholder: it keeps its group at N rows and has no vote; `cause` says why.
     `weight_version_spans` are `[call, start, end, version]` over row positions, `link_spans` `[call, carry,
-    generated]`.
+    generated]`; `sampling` is how each call of the chain was sampled (see `spans`).
     """
 
     rollout_id: str
@@ -46,14 +45,20 @@ class GroupRow:
     weight_versions: list[int]
     weight_version_spans: list[list[Any]]
     link_spans: list[list[Any]]
+    sampling: list[dict[str, Any]]
     cause: str | None
     token_ids: np.ndarray
     token_mask: np.ndarray
     logprobs: np.ndarray
 
+    @property
+    def versions(self) -> list[int]:
+        """Every weight version that a token of the row was sampled from; [] for a placeholder."""
+        return [version for *_, version in self.weight_version_spans]
+
     def tags(self, dispatch_version: int) -> dict[str, Any]:
         """The fixed tag schema of the train partition."""
-        versions = self.weight_versions or [dispatch_version]
+        versions = self.versions or [dispatch_version]
         return {
             "group_id": self.group_id,
             "index": self.index,
@@ -130,7 +135,7 @@ async def published_rows(keys: Sequence[str], *, deadline_s: float = 60.0) -> di
                 raise
             except Exception:  # a tag without a row
                 continue
-            if rows := split_rows(batch):
+            if rows := dataplane.split_rows(batch):
                 found[key] = rows[0]
     return found
 

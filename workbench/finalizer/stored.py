@@ -1,7 +1,6 @@
 """Stored: read back what a group left in the run store, to publish it again or to answer for it.
 
-    rows/<group>.parquet + receipts/<group>.jsonl  ──read_group──▶  the rows as they were published, and what is said of
-    them
+    calls, rows and receipts of <group>  ──read_group──▶  the rows as they were published, and what is said of them
 
 Invariant: a group is either given back whole, row for row what was published, or it is not there; the receipts are
 written last, so a group whose finalizer died in between counts as not stored.
@@ -21,6 +20,7 @@ from workbench.errors import RunStoreError
 from workbench.finalizer.group import FinalizedGroup, RolloutOutcome, RowSummary
 from workbench.finalizer.metrics import group_metrics
 from workbench.finalizer.rows import GroupRow
+from workbench.finalizer.spans import settings_of
 
 _ARRAYS = {"token_ids": np.uint64, "token_mask": np.uint8, "logprobs": np.float32}
 _JSON = ("reward_components", "weight_version_spans", "link_spans")
@@ -62,13 +62,14 @@ def read_group(run_dir: Path, group_id: str) -> StoredGroup | None:
     parts = [run_dir / kind / f"{group_id}.{suffix}" for kind, suffix in _PARTS.items()]
     if not all(path.exists() for path in parts):
         return None
-    _, rows_part, receipts_part = parts
+    calls_part, rows_part, receipts_part = parts
     try:
         table = pq.read_table(rows_part)
         lines = receipts_part.read_bytes().splitlines()
         outcomes = [RolloutOutcome.model_validate(orjson.loads(line)) for line in lines]
         columns = {name: _column(table, name) for name in table.column_names}
-        rows = [_row({name: values[i] for name, values in columns.items()}) for i in range(table.num_rows)]
+        extras = _extras(pq.read_table(calls_part, columns=["model_call_id", "extras"]))
+        rows = [_row({name: values[i] for name, values in columns.items()}, extras) for i in range(table.num_rows)]
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
         raise RunStoreError(f"group {group_id} in {run_dir} cannot be read back: {error}") from error
     if [row.rollout_id for row, _ in rows] != [outcome.rollout_id for outcome in outcomes]:
@@ -85,7 +86,14 @@ def _column(table: Any, name: str) -> list[Any]:
     return [np.asarray(value.values, dtype=_ARRAYS[name]) for value in table[name]]
 
 
-def _row(values: dict[str, Any]) -> tuple[GroupRow, RowSummary]:
+def _extras(table: Any) -> dict[str, dict[str, Any]]:
+    """The digested extras of every call that has some."""
+    pairs = zip(table["model_call_id"].to_pylist(), table["extras"].to_pylist(), strict=True)
+    return {call_id: orjson.loads(text) for call_id, text in pairs if text is not None}
+
+
+def _row(values: dict[str, Any], extras: dict[str, dict[str, Any]]) -> tuple[GroupRow, RowSummary]:
     values |= {name: orjson.loads(values[name]) for name in _JSON}
+    values["sampling"] = [settings_of(extras.get(call_id)) for call_id in values["model_call_ids"]]
     row = GroupRow(**{field.name: values[field.name] for field in fields(GroupRow)})
     return row, RowSummary(**{name: values[name] for name in RowSummary.model_fields})

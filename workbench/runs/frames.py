@@ -46,7 +46,7 @@ ADDED: dict[str, tuple[Column, ...]] = {
     ),
 }
 
-_ARRAYS = frozenset({"token_ids", "token_mask", "logprobs", "trainer_logprobs", "delta", "snapshot"})
+_ARRAYS = frozenset({"token_ids", "token_mask", "logprobs", "trainer_logprobs", "delta", "loss_mask", "snapshot"})
 
 
 def scalar_columns(table: str) -> list[str]:

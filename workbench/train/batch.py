@@ -3,7 +3,9 @@
     micro_batches(rows, max_tokens) -> MicroBatch(ids (B, T), loss_mask (B, T), ...)
     token_logprobs(model, micro, temperature) -> (B, T) float32, 0 where the mask is 0
 
-Rows are sorted by length so that padding is small, and rows without a sampled token are never run. Log-probs belong to
+Rows are sorted by length so that padding is small, and rows without a sampled token are never run. A micro-batch is
+bounded by tokens, not rows; one row that is longer runs alone with `recomputed_layers`, so that it needs the memory of
+one layer's activations and not of all. Log-probs belong to
 the token they are about: position t is log p(token t | tokens before t), from the hidden state at t - 1; position 0 has
 none. Only hidden states that some sampled token needs reach the `lm_head`: logits are (K, V), never (B, T, V).
 Padding is on the right, where causal attention cannot see it from any real token; so no attention mask is passed.
@@ -12,10 +14,12 @@ Shape legend: B rows, T tokens, K sampled tokens, D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -36,8 +40,10 @@ class MicroBatch:
     positions: list[int]
     lengths: list[int]
     ids: torch.Tensor  # (B, T) int64, 0 where padded
-    loss_mask: torch.Tensor  # (B, T) bool
-    old_logprobs: torch.Tensor  # (B, T) float32, the sampler's; 0 where the mask is 0
+    scored: torch.Tensor  # (B, T) bool: sampled tokens, whose log-probs are computed
+    loss_mask: torch.Tensor  # (B, T) bool: those of them that enter the loss
+    old_logprobs: torch.Tensor  # (B, T) float32, the sampler's; 0 where not scored
+    temperatures: torch.Tensor  # (B, T) float32, what each token's logits are divided by
 
     @property
     def padding(self) -> int:
@@ -45,58 +51,94 @@ class MicroBatch:
         return self.ids.numel() - sum(self.lengths)
 
 
-def micro_batches(rows: Sequence[TrainRow], max_tokens: int) -> list[MicroBatch]:
-    """Rows that have a token in the loss, longest first, in micro-batches of at most `max_tokens` padded tokens.
+def micro_batches(
+    rows: Sequence[TrainRow],
+    max_tokens: int,
+    loss_masks: Sequence[np.ndarray] | None = None,
+    temperature: float = 1.0,
+) -> list[MicroBatch]:
+    """Rows that have a sampled token, longest first, in micro-batches of at most `max_tokens` padded tokens.
 
     A row longer than `max_tokens` gets a micro-batch of its own. What comes after a row's last sampled token is cut.
+    `loss_masks`: (T,) a row; None: every sampled token of a row that votes. `temperature`: for rows that do not say.
     """
+    masks = [row.loss_mask for row in rows] if loss_masks is None else loss_masks
     lengths = {place: int(row.loss_mask.nonzero()[0][-1]) + 1 for place, row in enumerate(rows) if row.loss_mask.any()}
     queue = sorted(lengths, key=lambda place: (-lengths[place], place))
     out: list[MicroBatch] = []
     while queue:
         size = max(1, max_tokens // lengths[queue[0]])
-        out.append(_pad(rows, queue[:size], [lengths[place] for place in queue[:size]]))
+        out.append(_pad(rows, masks, queue[:size], [lengths[place] for place in queue[:size]], temperature))
         queue = queue[size:]
     return out
 
 
-def _pad(rows: Sequence[TrainRow], positions: list[int], lengths: list[int]) -> MicroBatch:
+def _pad(
+    rows: Sequence[TrainRow], masks: Sequence[np.ndarray], positions: list[int], lengths: list[int], temperature: float
+) -> MicroBatch:
     shape = (len(positions), max(lengths))
-    ids, old = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape)
-    mask = torch.zeros(shape, dtype=torch.bool)
+    ids, old, divisors = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape), torch.ones(shape)
+    scored, loss = torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.bool)
     for b, (place, T) in enumerate(zip(positions, lengths, strict=True)):
-        ids[b, :T] = torch.from_numpy(rows[place].token_ids[:T].copy())
-        mask[b, :T] = torch.from_numpy(rows[place].loss_mask[:T].copy())
-        old[b, :T] = torch.from_numpy(rows[place].logprobs[:T].copy())
-    return MicroBatch(positions, lengths, ids, mask, old.masked_fill(~mask, 0.0))
+        row = rows[place]
+        ids[b, :T] = torch.from_numpy(row.token_ids[:T].copy())
+        scored[b, :T] = torch.from_numpy(row.loss_mask[:T].copy())
+        loss[b, :T] = torch.from_numpy(masks[place][:T].copy())
+        old[b, :T] = torch.from_numpy(row.logprobs[:T].copy())
+        divisors[b, :T] = torch.from_numpy(row.temperatures(temperature)[:T])
+    return MicroBatch(positions, lengths, ids, scored, loss & scored, old.masked_fill(~scored, 0.0), divisors)
 
 
 def token_logprobs(
-    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float = 1.0
+    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor, temperature: float | torch.Tensor = 1.0
 ) -> torch.Tensor:
     """Log-probs (B, T) float32 of the tokens where `mask` (B, T) is true; exactly 0 elsewhere.
 
-    `model` is a causal language model of transformers; `temperature` divides the logits, as the sampler's did. The head
-    runs in float32 whatever the model's dtype: a bfloat16 logit of 20 is only good to 0.06.
+    `model` is a causal language model of transformers; `temperature`, a number or (B, T), divides the logits as the
+    sampler's did. The head runs in float32 whatever the model's dtype: a bfloat16 logit of 20 is only good to 0.06.
     """
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (B, T, D)
     needed = mask[:, 1:]  # (B, T-1): the state at t is about token t + 1
     hidden_K, target_K = hidden[:, :-1][needed], ids[:, 1:][needed]  # (K, D), (K,)
     weight = model.get_output_embeddings().weight.float()  # (V, D)
 
-    def head(states: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = states.float() @ weight.t()  # (K, V)
-        if temperature != 1.0:
-            logits = logits / temperature
+    divisors_K = torch.as_tensor(temperature, dtype=torch.float32).expand(ids.shape)[:, 1:][needed]  # (K,)
+
+    def head(states: torch.Tensor, targets: torch.Tensor, divisors: torch.Tensor) -> torch.Tensor:
+        logits = states.float() @ weight.t() / divisors.unsqueeze(-1)  # (K, V)
         return -torch.nn.functional.cross_entropy(logits, targets, reduction="none")
 
-    parts = list(zip(hidden_K.split(HEAD_CHUNK), target_K.split(HEAD_CHUNK), strict=True))
+    parts = list(zip(*(values.split(HEAD_CHUNK) for values in (hidden_K, target_K, divisors_K)), strict=True))
     if len(parts) > 1 and torch.is_grad_enabled():
         values_K = torch.cat([checkpoint(head, *part, use_reentrant=False) for part in parts])
     else:
         values_K = torch.cat([head(*part) for part in parts]) if parts else hidden_K.new_zeros(0).float()
     out = torch.zeros(mask.shape)
     return out.masked_scatter(mask & _not_first(mask), values_K)  # row-major on both sides, so in the same order
+
+
+@contextlib.contextmanager
+def recomputed_layers(model: PreTrainedModel, wanted: bool = True) -> Iterator[None]:
+    """Inside, the layers keep no activations and compute them again in the backward pass; nothing else changes.
+
+    Layers are transformers' `GradientCheckpointingLayer`s; a model without any runs as it is.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)] if wanted else []
+    for layer in layers:
+        # The layer's own flag only: what is below it stays in evaluation mode, so that no dropout comes on.
+        layer.training = layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = _recompute  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = layer.gradient_checkpointing = False
+
+
+def _recompute(function: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(function, *args, use_reentrant=False)
 
 
 def check_head(model: PreTrainedModel) -> None:

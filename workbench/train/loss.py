@@ -2,11 +2,12 @@
 
 In: trainer log-probs (B, T) with a graph, the sampler's log-probs (B, T), advantages (B,) or (B, T), mask (B, T).
 Out: a scalar and its metrics. ratio = exp(trainer - sampler); loss = -min(ratio A, clip(ratio, 1 - low, 1 + high) A),
-averaged over the tokens of the whole batch, so that a long answer weighs as much a token as a short one.
+averaged over the tokens of the whole batch, so that a long answer weighs as much a token as a short one (or as
+`reduction` says).
 Invariants: what stands where the mask is 0 (NaN included) changes nothing; a batch without a masked-in token has loss
 and gradient exactly 0; splitting a batch into micro-batches with one `normalizer` changes nothing but rounding.
 Metric names and formulas are NeMo RL's (`ClippedPGLossFn`), so curves of both can be laid over each other.
-Not here: log-probs (batch), advantages (estimators).
+Not here: log-probs (batch), advantages (estimators), which rows and tokens are masked in (votes).
 """
 
 from __future__ import annotations
@@ -15,7 +16,18 @@ from typing import Any, Literal
 
 import torch
 
-Reduction = Literal["token", "sequence"]
+from workbench.train.kl import KlEstimator, kl_estimate
+
+Reduction = Literal["token", "sequence", "constant"]
+AGREEMENT_METRICS = (
+    "token_mult_prob_error",
+    "gen_kl_error",
+    "policy_kl_error",
+    "mean_abs_logprob_delta",
+    "max_abs_logprob_delta",
+    "approx_entropy",
+)
+"""What `loss_metrics` says about trainer and sampler; the others are about the ratio and its clip."""
 RATIO_QUANTILES = {"p01": 0.01, "p05": 0.05, "p50": 0.5, "p95": 0.95, "p99": 0.99}
 
 
@@ -31,6 +43,8 @@ def grpo_loss(
     kl_coef: float = 0.0,
     reduction: Reduction = "token",
     *,
+    kl_estimator: KlEstimator = "k3",
+    constant_tokens: int | None = None,
     prev_logprobs: torch.Tensor | None = None,
     normalizer: float | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
@@ -41,11 +55,12 @@ def grpo_loss(
     tis_cap: None measures the ratio against the sampler's log-probs. A number measures it against `prev_logprobs` (the
         trainer's own at the start of the batch; None: those of this very pass, right for one step a batch) and
         multiplies by the sampler correction min(exp(prev - sampler), tis_cap), which carries no gradient.
-    ref_logprobs, kl_coef: adds kl_coef times the k3 estimate of KL(policy || reference), exp(d) - 1 - d with
-        d = ref - trainer (http://joschu.net/blog/kl-approx.html).
-    reduction: "token" averages over tokens; "sequence" averages over each row's tokens, then over rows.
-    normalizer: what the sum is divided by; None: this batch's tokens (or rows). A trainer that splits a batch passes
-        the whole batch's count.
+    ref_logprobs, kl_coef, kl_estimator: adds kl_coef times an estimate of KL(policy || reference), see `kl`.
+    reduction: "token" averages over tokens; "sequence" averages over each row's tokens, then over rows; "constant"
+        divides each row's sum by `constant_tokens`, the same for all rows, and averages over rows: Dr. GRPO's, under
+        which a row's length changes neither its own weight nor that of the others.
+    normalizer: what the sum is divided by; None: this batch's tokens (rows, for the other two). A trainer that splits a
+        batch passes the whole batch's count.
     Returns (scalar with a graph, metrics as `loss_metrics`). Raises ValueError for shapes that do not match.
     """
     mask = mask.bool()
@@ -72,19 +87,21 @@ def grpo_loss(
         token_loss = token_loss * correction
     kl = None
     if ref_logprobs is not None and kl_coef != 0.0:
-        log_ratio = torch.where(mask, ref_logprobs, 0.0).detach() - current
-        kl = log_ratio.exp() - 1.0 - log_ratio
+        kl = kl_estimate(current, torch.where(mask, ref_logprobs, 0.0), kl_estimator)
         token_loss = token_loss + kl_coef * kl
 
     # A masked-out token has current = sampler = advantage = 0, so its loss is 0 and so is its gradient.
     if reduction == "token":
         count, total = float(mask.sum()), token_loss.sum()
-    elif reduction == "sequence":
+    elif reduction in ("sequence", "constant"):
         per_row = mask.sum(-1)
         count = float((per_row > 0).sum())
-        total = (token_loss.sum(-1) / per_row.clamp(min=1)).sum()
+        if reduction == "constant" and not constant_tokens:
+            raise ValueError("reduction constant needs constant_tokens, what every row's sum is divided by")
+        divisor = per_row.clamp(min=1) if reduction == "sequence" else float(constant_tokens or 1)
+        total = (token_loss.sum(-1) / divisor).sum()
     else:
-        raise ValueError(f"reduction is token or sequence, got {reduction!r}")
+        raise ValueError(f"reduction is token, sequence or constant, got {reduction!r}")
     loss = total / max(normalizer if normalizer is not None else count, 1.0)
 
     metrics = loss_metrics(current, sampler, advantage, mask, clip_low, clip_high, base=base)

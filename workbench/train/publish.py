@@ -9,12 +9,13 @@ last `keep` stay: the engine may still be reading the one before.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -35,30 +36,57 @@ def publish(
 
     `weights` by name, a tied one once; `source` is the model folder that everything else is copied from.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     target = directory / f"v{version}"
-    draft = Path(tempfile.mkdtemp(prefix=f".v{version}-", dir=directory))
-    try:
-        for item in source.iterdir():
-            if item.is_file() and item.suffix not in WEIGHT_SUFFIXES and not item.name.endswith(".index.json"):
-                shutil.copy2(item, draft / item.name)
-        config = json.loads((draft / "config.json").read_text())
-        config["dtype"] = str(dtype).removeprefix("torch.")
-        (draft / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        stored = draft / "model.safetensors"
-        save_file({name: weight.to(dtype).contiguous() for name, weight in weights.items()}, stored, {"format": "pt"})
-        draft.chmod(0o755)
-        stored.chmod(0o644)
-        with stored.open("rb") as handle:
-            os.fsync(handle.fileno())
-        if target.exists():
-            shutil.rmtree(target)
-        draft.rename(target)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    with whole_folder(target) as draft:
+        write_model(draft, weights, source, dtype)
     for old in published(directory)[:-keep]:
         shutil.rmtree(directory / f"v{old}", ignore_errors=True)
     return target
+
+
+def write_model(folder: Path, weights: Mapping[str, torch.Tensor], source: Path, dtype: torch.dtype) -> None:
+    """Write a Hugging Face folder into `folder`, which exists. `weights` and `source` as in `publish`."""
+    for item in source.iterdir():
+        if item.is_file() and item.suffix not in WEIGHT_SUFFIXES and not item.name.endswith(".index.json"):
+            shutil.copy2(item, folder / item.name)
+    config = json.loads((folder / "config.json").read_text())
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    stored = folder / "model.safetensors"
+    save_file({name: weight.to(dtype).contiguous() for name, weight in weights.items()}, stored, {"format": "pt"})
+    stored.chmod(0o644)
+
+
+@contextlib.contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Yield a draft folder that takes `target`'s place when the block ends, every file of it on the disk.
+
+    A folder that was there before goes. When the block raises, `target` is as it was; a killed process leaves a draft,
+    whose name begins with a dot.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        yield draft
+        draft.chmod(0o755)
+        for path in sorted(draft.rglob("*"), reverse=True):
+            sync_to_disk(path)
+        sync_to_disk(draft)
+        if target.exists():
+            shutil.rmtree(target)
+        draft.rename(target)
+        sync_to_disk(target.parent)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def sync_to_disk(path: Path) -> None:
+    """Return once a file's contents, or a folder's entries, would survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def published(directory: Path) -> list[int]:

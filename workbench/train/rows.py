@@ -54,6 +54,38 @@ class TrainRow:
             raise _unusable(self.rollout_id, f"the sampler's log-prob at position {at} is {self.logprobs[at]}")
 
     @property
+    def reward_components(self) -> Mapping[str, float]:
+        """Parts of the reward by name, as the environment gave them."""
+        return self.meta.get("reward_components") or {}
+
+    @property
+    def versions(self) -> np.ndarray:
+        """(T,) int64: version of the weights each token was sampled from (of its call, for the prompt); -1: unknown."""
+        out_T = np.full(len(self.token_ids), -1, dtype=np.int64)
+        for _, start, end, version in self.meta.get("weight_version_spans") or ():
+            out_T[start:end] = version
+        return out_T
+
+    def temperatures(self, default: float) -> np.ndarray:
+        """(T,) float32: what each token's logits must be divided by to be about the sampler's distribution.
+
+        The temperature of the token's call, or 1 where its log-probs were recorded raw, before scaling; `default` where
+        the row does not say.
+        """
+        out_T = np.full(len(self.token_ids), default, dtype=np.float32)
+        start = 0
+        spans, settings = self.meta.get("link_spans") or (), self.meta.get("sampling") or ()
+        for (_, carry, generated), sampling in zip(spans, settings, strict=False):
+            end = start + carry + generated
+            if sampling.get("temperature") is not None:
+                raw = str(sampling.get("logprobs_mode", "")).startswith("raw")
+                out_T[start:end] = 1.0 if raw else sampling["temperature"]
+            start = end
+        if not (out_T > 0).all():
+            raise _unusable(self.rollout_id, "it was sampled at temperature 0, which is no distribution to train on")
+        return out_T
+
+    @property
     def loss_mask(self) -> np.ndarray:
         """(T,) bool: tokens that enter the loss. All false for a placeholder."""
         return self.token_mask & self.sample_mask
@@ -76,7 +108,6 @@ class TrainPartition:
     def fetch(self, keys: Sequence[str]) -> list[TrainRow]:
         """Rows in the order asked. Raises TrainerError naming the keys that did not come back whole."""
         from workbench import dataplane
-        from workbench.capture.staging import split_rows
 
         wanted = _distinct(keys)
         dataplane.connect_blocking()
@@ -87,7 +118,7 @@ class TrainPartition:
                 f"None of {len(wanted)} training rows could be read ({wanted[0]}, …): {error}. They were cleared "
                 f"before, or never published; see rows/ of the run."
             ) from error
-        return match_rows(wanted, [unpack_row(columns) for columns in split_rows(batch)])
+        return match_rows(wanted, [unpack_row(columns) for columns in dataplane.split_rows(batch)])
 
     def clear(self, keys: Sequence[str]) -> None:
         """Remove rows; unknown keys are fine."""

@@ -1,13 +1,16 @@
 """Trainer: one batch of verified rows becomes one optimiser step and, published, new weights.
 
-    rows (partition train) -> advantages -> micro-batches -> clipped loss -> AdamW -> train/step-<n>.parquet -> clear
+    rows (partition train) -> votes -> micro-batches -> clipped loss -> AdamW -> train/step-<n>.parquet -> clear
 
 Weights, gradients and optimiser state are float32. With `dtype: bfloat16` the forward and backward pass runs on a
 bfloat16 copy (on a CPU with AVX-512 BF16 about twice as fast), gradients are summed and applied in float32, so that
 updates smaller than a bfloat16 step are not lost.
 Invariants: a step trains exactly the rows asked for; rows are cleared only after the step's Parquet part is on disk;
 a batch of placeholders changes no weight. With one seed and thread count two runs are bit-identical.
-Not here: which rows (buffer), loading weights into the engine (capture/weights), the schedule (campaign/controller).
+With a KL penalty a second, frozen copy of the starting model is held: its parameters in `dtype` (SmolLM2-135M: 0.54 GB
+in float32, 0.27 in bfloat16), and one more forward pass without activations.
+Not here: which rows (buffer), who votes (votes), what is recorded (record), loading weights into the engine
+(capture/weights), the schedule (campaign/controller).
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ import math
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -28,68 +30,18 @@ import torch
 from workbench.errors import TrainerError
 from workbench.models import resolve
 from workbench.runs.writer import write_part
-from workbench.train.agreement import check_alignment
-from workbench.train.batch import check_head, micro_batches, score, token_logprobs
-from workbench.train.estimators import advantages, estimator
-from workbench.train.loss import grpo_loss, loss_metrics
+from workbench.train import checkpoint
+from workbench.train.agreement import check_alignment, row_errors
+from workbench.train.batch import MicroBatch, check_head, micro_batches, recomputed_layers, score, token_logprobs
+from workbench.train.loss import grpo_loss
 from workbench.train.publish import publish
+from workbench.train.record import step_metrics, train_part
+from workbench.train.restore import check_same_weights, newest_checkpoint, stored_step
 from workbench.train.rows import RowSource, TrainPartition, TrainRow, match_rows
+from workbench.train.settings import DTYPES, TrainerConfig
+from workbench.train.votes import DISAGREES, Ballot, cast_votes
 
 _LOG = logging.getLogger(__name__)
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerConfig:
-    model_path: str
-    """Folder or name of the model to start from (`workbench.models`)."""
-    run_dir: str
-    """Run directory: `train/` and `weights/` go below it."""
-    learning_rate: float = 1e-5
-    """AdamW's, constant."""
-    weight_decay: float = 0.0
-    """AdamW's."""
-    max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm."""
-    micro_batch_tokens: int = 1024
-    """Padded tokens in one forward pass; bounds memory."""
-    threads: int = 0
-    """Torch threads; 0 means all processors this process may use. Ray would otherwise leave one."""
-    dtype: str = "float32"
-    """Of the forward and backward pass: float32 or bfloat16. The weights that are updated are float32 either way."""
-    publish_dtype: str = "bfloat16"
-    """Of the published weights: the engine's."""
-    temperature: float = 1.0
-    """What the sampler divided its logits by; the trainer's are divided by the same."""
-    advantage: dict[str, Any] = field(default_factory=lambda: {"name": "grpo", "options": {}})
-    """Estimator: `name` and `options`."""
-    clip_low: float = 0.2
-    """The ratio is clipped below 1 - this."""
-    clip_high: float = 0.28
-    """The ratio is clipped above 1 + this."""
-    tis_cap: float | None = None
-    """Cap of the truncated importance-sampling correction; None measures the ratio against the sampler instead."""
-    seed: int = 0
-    """Of torch's generator."""
-
-    @classmethod
-    def of(cls, values: dict[str, Any]) -> TrainerConfig:
-        """From a dict; TrainerError names unknown keys, missing ones and values outside their range."""
-        known = {item.name for item in fields(cls)}
-        unknown, missing = sorted(set(values) - known), sorted({"model_path", "run_dir"} - set(values))
-        if unknown or missing:
-            raise TrainerError(f"Trainer settings: unknown {unknown}, missing {missing}; known are {sorted(known)}.")
-        config = cls(**values)
-        for name in ("dtype", "publish_dtype"):
-            if getattr(config, name) not in DTYPES:
-                raise TrainerError(
-                    f"Trainer setting {name} is one of {', '.join(DTYPES)}, got {getattr(config, name)!r}."
-                )
-        if not (config.temperature > 0 and config.micro_batch_tokens > 0):
-            raise TrainerError("Trainer settings temperature and micro_batch_tokens must be above 0.")
-        estimator(config.advantage["name"], **config.advantage.get("options", {}))
-        return config
 
 
 class Trainer:
@@ -109,6 +61,10 @@ class Trainer:
         check_head(self.model)
         # No dropout: the ratio must be about the distribution that was sampled from.
         self.model.eval()
+        self._reference = None
+        if self.config.kl_coef:
+            self._reference = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=DTYPES[self.config.dtype])
+            self._reference.eval().requires_grad_(False)
         self._weights: Sequence[torch.Tensor] = (
             self._split_precision() if self.config.dtype == "bfloat16" else list(self.model.parameters())
         )
@@ -169,75 +125,103 @@ class Trainer:
     def step_on(self, step: int, rows: Sequence[TrainRow]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
         """One step on `rows`: metrics, and the columns of the run store's table `train`.
 
-        Metrics: those of `loss_metrics`, and loss, reward_mean, valid_row_rate, grad_norm, rows, tokens, micro_batches,
-        padding_rate, optimizer_stepped (0 for a batch without a vote), seconds. None: there was nothing to measure.
+        Metrics: those of `record.step_metrics`, and loss, kl_penalty, grad_norm, micro_batches, padding_tokens,
+        padding_rate, longest_micro_batch (tokens), optimizer_stepped (0 for a batch without a vote), seconds. None:
+        there was nothing to measure.
         """
         config, began = self.config, time.monotonic()
-        valid_N = np.array([row.sample_mask for row in rows])
-        rewards_N = np.array([row.reward for row in rows])
-        chosen = config.advantage
-        advantage_N = advantages(
-            chosen["name"], rewards_N, [row.group_id for row in rows], valid_N, **chosen.get("options", {})
-        )
         self._check_ids(rows)
-        batches = micro_batches(rows, config.micro_batch_tokens)
-        total = sum(int(batch.loss_mask.sum()) for batch in batches)
+        # Step n is computed with the weights of version n - 1.
+        ballot = cast_votes(
+            rows, version=step - 1, advantage=config.advantage, off_policy=config.off_policy, max_lag=config.max_lag,
+            shuffle_seed=config.seed,
+        )  # fmt: skip
+        trainer_NT, passed = self.backward(rows, ballot)
+        check_alignment(step, trainer_NT, [row.logprobs for row in rows], [row.loss_mask for row in rows])
+        voted = any(mask.any() for mask in ballot.masks)
+        grad_norm = self._apply(step) if voted else 0.0
+        metrics = (
+            step_metrics(config, rows, ballot, trainer_NT)
+            | passed
+            | {"grad_norm": grad_norm, "optimizer_stepped": int(voted), "seconds": time.monotonic() - began}
+        )
+        return metrics, train_part(step, rows, ballot, trainer_NT)
+
+    def backward(self, rows: Sequence[TrainRow], ballot: Ballot) -> tuple[list[np.ndarray], dict[str, Any]]:
+        """Leave the loss's gradient in the weights; no weight changes.
+
+        Returns the trainer's log-probs, N x (T,) float32, 0 where nothing was sampled, and the pass's own metrics.
+        Rows that disagree by more than `max_mult_prob_error` leave the loss here, and the ballot says so.
+        """
+        config = self.config
+        batches = micro_batches(rows, config.micro_batch_tokens, ballot.masks, config.temperature)
+        planned = self._count(ballot)
         trainer_NT = [np.zeros(len(row.token_ids), dtype=np.float32) for row in rows]
         self._zero_grad()
-        loss_sum = 0.0
+        loss_sum = kl_sum = 0.0
         for batch in batches:
-            advantage_B = torch.from_numpy(advantage_N[batch.positions])
-            logprobs = token_logprobs(self.model, batch.ids, batch.loss_mask, config.temperature)
-            loss, _ = grpo_loss(
-                logprobs, batch.old_logprobs, advantage_B, batch.loss_mask, config.clip_low, config.clip_high,
-                tis_cap=config.tis_cap, normalizer=float(total),
-            )  # fmt: skip
-            loss.backward()
-            loss_sum += float(loss.detach())
-            for place, length, values_T in zip(batch.positions, batch.lengths, logprobs.detach().numpy(), strict=True):
-                trainer_NT[place][:length] = values_T[:length]
-        masks_NT, sampler_NT = [row.loss_mask for row in rows], [row.logprobs for row in rows]
-        check_alignment(step, trainer_NT, sampler_NT, masks_NT)
-        grad_norm = self._apply(step) if total else 0.0
-
-        delta_NT = [
-            np.where(mask, ours - theirs, np.float32(0.0)).astype(np.float32)
-            for ours, theirs, mask in zip(trainer_NT, sampler_NT, masks_NT, strict=True)
-        ]
-        padded = sum(batch.ids.numel() for batch in batches)
-        metrics = self._metrics(trainer_NT, sampler_NT, masks_NT, advantage_N) | {
+            loss, kl = self._backward_one(batch, ballot, max(planned, 1), trainer_NT)
+            loss_sum += loss
+            kl_sum += kl * int(batch.loss_mask.sum())
+        # Known only now: what is averaged over. Sums were divided by what was planned.
+        kept = self._count(ballot)
+        if 0 < kept < planned:
+            loss_sum *= planned / kept
+            for weight in self._weights:
+                if weight.grad is not None:
+                    weight.grad.mul_(planned / kept)
+        padded, padding = sum(batch.ids.numel() for batch in batches), sum(batch.padding for batch in batches)
+        loss_tokens = sum(int(mask.sum()) for mask in ballot.masks)
+        return trainer_NT, {
             "loss": loss_sum,
-            "reward_mean": float(rewards_N[valid_N].mean()) if valid_N.any() else None,
-            "valid_row_rate": float(valid_N.mean()),
-            "grad_norm": grad_norm,
-            "rows": len(rows),
-            "tokens": sum(len(row.token_ids) for row in rows),
+            "kl_penalty": kl_sum / loss_tokens if config.kl_coef and loss_tokens else None,
             "micro_batches": len(batches),
-            "padding_rate": sum(batch.padding for batch in batches) / padded if padded else 0.0,
-            "optimizer_stepped": int(total > 0),
-            "seconds": time.monotonic() - began,
+            "padding_tokens": padding,
+            "padding_rate": padding / padded if padded else 0.0,
+            "longest_micro_batch": max((batch.ids.numel() for batch in batches), default=0),
         }
-        part = {
-            "step": [step] * len(rows),
-            "group_id": [row.group_id for row in rows],
-            "rollout_id": [row.rollout_id for row in rows],
-            "index": [row.index for row in rows],
-            "advantage": advantage_N.tolist(),
-            "sample_mask": [int(row.sample_mask) for row in rows],
-            "trainer_logprobs": trainer_NT,
-            "delta": delta_NT,
-        }
-        return metrics, part
 
-    def _metrics(
-        self, trainer: list[np.ndarray], sampler: list[np.ndarray], masks: list[np.ndarray], advantage_N: np.ndarray
-    ) -> dict[str, Any]:
-        """`loss_metrics` over the whole batch at once, rows laid end to end; how it was split must not show."""
-        ours, theirs, mask = (torch.from_numpy(np.concatenate(arrays)) for arrays in (trainer, sampler, masks))
-        advantage = torch.from_numpy(np.repeat(advantage_N, [len(row) for row in masks]))
-        # Under TIS the ratio is against this very pass, so it is 1 throughout and says nothing; the delta still does.
-        base = ours if self.config.tis_cap is not None else None
-        return loss_metrics(ours, theirs, advantage, mask, self.config.clip_low, self.config.clip_high, base=base)
+    def _count(self, ballot: Ballot) -> int:
+        """What the loss is averaged over: tokens, or rows with a token in the loss."""
+        if self.config.reduction == "token":
+            return sum(int(mask.sum()) for mask in ballot.masks)
+        return sum(bool(mask.any()) for mask in ballot.masks)
+
+    def _backward_one(
+        self, batch: MicroBatch, ballot: Ballot, normalizer: int, trainer_NT: list[np.ndarray]
+    ) -> tuple[float, float]:
+        """Forward and backward pass of one micro-batch: its share of the loss, and the mean KL of its loss tokens."""
+        config = self.config
+        # One row alone that is longer than the bound: without its layers' activations it does not exhaust memory.
+        with recomputed_layers(self.model, batch.ids.numel() > config.micro_batch_tokens):
+            logprobs = token_logprobs(self.model, batch.ids, batch.scored, batch.temperatures)
+        own = logprobs.detach().numpy()
+        for place, length, values_T in zip(batch.positions, batch.lengths, own, strict=True):
+            trainer_NT[place][:length] = values_T[:length]
+        self._leave_out_disagreeing(batch, ballot, own)
+        reference = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference = token_logprobs(self._reference, batch.ids, batch.scored, batch.temperatures)
+        loss, metrics = grpo_loss(
+            logprobs, batch.old_logprobs, torch.from_numpy(ballot.advantages[batch.positions]), batch.loss_mask,
+            config.clip_low, config.clip_high, tis_cap=config.tis_cap, ref_logprobs=reference, kl_coef=config.kl_coef,
+            reduction=config.reduction, kl_estimator=config.kl_estimator, constant_tokens=config.constant_tokens,
+            normalizer=float(normalizer),
+        )  # fmt: skip
+        loss.backward()
+        return float(loss.detach()), metrics.get("kl_penalty") or 0.0
+
+    def _leave_out_disagreeing(self, batch: MicroBatch, ballot: Ballot, own: np.ndarray) -> None:
+        limit = self.config.max_mult_prob_error
+        if limit is None:
+            return
+        errors_B = row_errors(list(own), list(batch.old_logprobs.numpy()), list(batch.scored.numpy()))
+        for b, place in enumerate(batch.positions):
+            if errors_B[b] > limit and ballot.masks[place].any():
+                batch.loss_mask[b] = False
+                ballot.masks[place] = np.zeros_like(ballot.masks[place])
+                ballot.left_out[place] = DISAGREES
 
     def _check_ids(self, rows: Sequence[TrainRow]) -> None:
         vocabulary = int(self.model.get_output_embeddings().weight.shape[0])
@@ -263,15 +247,54 @@ class Trainer:
             )
         self._optimizer.step()
         self._zero_grad()
+        self._refresh()
+        return norm
+
+    def _refresh(self) -> None:
+        """Bring the bfloat16 copy that the passes run on up to date with the float32 weights."""
         if self.config.dtype == "bfloat16":
             with torch.no_grad():
                 torch._foreach_copy_(list[torch.Tensor](self.model.parameters()), list(self._weights))
-        return norm
 
     def publish(self, version: int) -> str:
         """Write `weights/v<version>` below the run directory for the engine; the last two stay. Returns the folder."""
         dtype = DTYPES[self.config.publish_dtype]
         return str(publish(self.float32_weights(), self.model_path, self.run_dir / "weights", version, dtype))
+
+    def save_checkpoint(self, step: int, keep: int) -> dict[str, Any]:
+        """Write `checkpoints/step-<step>`; the last `keep` stay. Returns its `path` and the `seconds` it took."""
+        began = time.monotonic()
+        weights = self.float32_weights()
+        state = checkpoint.optimizer_state(self._optimizer, list(weights))
+        generators = checkpoint.generator_states()
+        directory = self.run_dir / "checkpoints"
+        path = checkpoint.save(directory, step, weights, state, generators, source=self.model_path, keep=keep)
+        return {"path": str(path), "seconds": time.monotonic() - began}
+
+    def restore(self, upto: int) -> dict[str, Any]:
+        """Load the newest whole checkpoint of a step ≤ `upto`.
+
+        Returns its `step` (0: there is none, the weights are the model's) and in `unusable` what is wrong with newer
+        ones. Raises TrainerError when it is of another model.
+        """
+        directory = self.run_dir / "checkpoints"
+        held, unusable = newest_checkpoint(directory, upto)
+        if held is not None:
+            weights = self.float32_weights()
+            checkpoint.load_weights(weights, held.weights, directory / f"step-{held.step}")
+            checkpoint.load_optimizer(self._optimizer, list(weights), held.optimizer)
+            checkpoint.load_generators(held.generators)
+            self._refresh()
+        return {"step": held.step if held is not None else 0, "unusable": unusable}
+
+    def retake(self, step: int) -> dict[str, Any]:
+        """Take `step` again as its part in `train/` records it; returns its metrics and `retaken_mean_abs_delta`.
+
+        Raises RunStoreError when a part is missing or damaged, TrainerError when the log-probs are not those recorded.
+        """
+        stored = stored_step(self.run_dir, step)
+        metrics, part = self.step_on(step, stored.rows)
+        return metrics | {"retaken_mean_abs_delta": check_same_weights(stored, part["trainer_logprobs"])}
 
     def float32_weights(self) -> dict[str, torch.Tensor]:
         """The weights being trained by their names in a Hugging Face file, a tied one once; not copies."""
