@@ -199,11 +199,11 @@ class Fleet:
             ),
             recipe.finalizer.actors,
             timeout_s=recipe.finalizer.timeout_s,
-            start_timeout_s=recipe.deadlines.replace_s,
+            replace_timeout_s=recipe.deadlines.replace_s,
             report=self._report,
         )
         self._stops.append(("finalizers", lambda: finalizers.stop(recipe.deadlines.stop_s / 2)))
-        self.worker_url, *_ = await asyncio.gather(*waits, finalizers.start())
+        self.worker_url, *_ = await asyncio.gather(*waits, finalizers.start(deadline_s))
 
     def _worker_config(self, model_path: Path) -> dict[str, Any]:
         recipe = self.recipe
