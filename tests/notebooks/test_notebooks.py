@@ -31,6 +31,7 @@ WITH_PARAMETERS = {
     "06_grpo_by_hand.ipynb": ["run", "group"],
     "10_campaign.ipynb": ["recipe", "overrides", "run_dir"],
     "20_compare_arms.ipynb": ["run", "other_run", "group"],
+    "30_watch_a_campaign.ipynb": ["run"],
 }
 
 
@@ -81,6 +82,11 @@ def test_a_notebook_is_written_for_a_reader(name):
     text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
     for other in re.findall(r"`(\d\d_\w+\.ipynb)`", text):
         assert other in NOTEBOOKS, f"{name} sends its reader to {other}, which is not there"
+
+
+def test_the_list_of_notebooks_is_complete():
+    listed = re.findall(r"^\| `(\w+)` \|", (shipped("notebooks") / "README.md").read_text(), re.MULTILINE)
+    assert [f"{name}.ipynb" for name in listed] == list(NOTEBOOKS)
 
 
 def test_the_recorded_run_and_ledger_are_small():

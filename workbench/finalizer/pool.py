@@ -42,7 +42,7 @@ class _Member:
 class FinalizerPool:
     """`size` finalizer actors, each made by `start()`.
 
-    `timeout_s` bounds one group at one member, `replace_timeout_s` the time until a lost member is replaced. `report` is
+    `timeout_s` bounds one group at one member, `replace_timeout_s` the time until a lost one is replaced. `report` is
     told `finalizer_lost`, `finalizer_replaced`, `finalizer_not_replaced` and `group_reconciled`.
     """
 

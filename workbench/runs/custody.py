@@ -2,7 +2,8 @@
 
 In: a directory of `<rollout_id>.lineage.jsonl` files, ours or a NeMo Gym run's. Out: one dict a call, in ledger order,
 custody rows and failure rows alike, with the names that the calls table uses. Token-free, as ledgers are.
-Invariant: a torn last line was never acknowledged and is not a call. Not here: resolving and writing (the ledger room).
+Invariants: a torn last line was never acknowledged and is not a call; a damaged ledger costs its own rollout and never
+the sight of the others. Not here: resolving and writing (the ledger room).
 """
 
 from __future__ import annotations
@@ -10,7 +11,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from workbench.errors import LedgerCorrupt, RunStoreError
+from workbench.ledger.resolve import CustodyRow, FailureRow
+from workbench.ledger.rows import parse_row
 from workbench.runs.frames import read_lines
+from workbench.runs.relations import relate
+from workbench.wire import Cause
 
 SUFFIX = ".lineage.jsonl"
 EVENTS_SUFFIX = ".events.jsonl"
@@ -47,9 +53,18 @@ def rollout_of(path: Path) -> str:
 
 
 def ledger_rows(path: Path) -> list[dict[str, Any]]:
-    """The calls of one ledger file, in the order they were recorded, `order` from 1."""
+    """The calls of one ledger file, in the order they were recorded, `order` from 1.
+
+    Raises RunStoreError, naming file and line, for what is no row.
+    """
     rollout_id = rollout_of(path)
-    calls = [_call(rollout_id, row, order) for order, row in enumerate(read_lines(path), start=1)]
+    calls = []
+    for order, row in enumerate(read_lines(path), start=1):
+        try:
+            parsed = parse_row(path, order, row)
+        except LedgerCorrupt as error:
+            raise RunStoreError(str(error)) from error
+        calls.append(_call(rollout_id, row, parsed, order))
     _add_drift(path, calls)
     staged = [call for call in calls if call["disposition"] == "staged"]
     for index, call in enumerate([*staged, *(call for call in calls if call["disposition"] == "failed")]):
@@ -57,12 +72,57 @@ def ledger_rows(path: Path) -> list[dict[str, Any]]:
     return calls
 
 
+def recorded_calls(directory: Path) -> dict[str, list[dict[str, Any]]]:
+    """The calls of every ledger in a directory, by rollout."""
+    recorded: dict[str, list[dict[str, Any]]] = {}
+    for path in ledger_files(directory):
+        try:
+            recorded[rollout_of(path)] = ledger_rows(path)
+        except RunStoreError as error:
+            recorded[rollout_of(path)] = [_unreadable(path, error)]
+    return recorded
+
+
+def known_calls(recorded: list[dict[str, Any]], stored: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The calls of one rollout: ledger rows with what the finalizer stored about them (`stored`, by call id), and what
+    each call is to the trajectory; stored calls that no ledger row names come last."""
+    calls = [{**row, **_known(stored.get(row["model_call_id"], {}))} for row in recorded]
+    named = {row["model_call_id"] for row in recorded}
+    late = sorted((row for call_id, row in stored.items() if call_id not in named), key=_manifest_order)
+    calls += [{**row, "order": len(calls) + i} for i, row in enumerate(late, start=1)]
+    on_chain = {call["model_call_id"] for call in calls if call.get("on_chain")}
+    for call, word in zip(calls, relate(calls, on_chain), strict=True):
+        call["relation"] = word
+    return calls
+
+
+def _known(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def _manifest_order(row: dict[str, Any]) -> int:
+    return row["manifest_index"] if row["manifest_index"] is not None else 2**31
+
+
+def _unreadable(path: Path, error: Exception) -> dict[str, Any]:
+    """What stands for a ledger that cannot be read: one failed call that says which file and line."""
+    return {
+        "rollout_id": rollout_of(path),
+        "model_call_id": "unreadable",
+        "order": 1,
+        "manifest_index": 0,
+        "disposition": "failed",
+        "failure_reason": Cause.MISSING_RECEIPT.value,
+        "detail": str(error),
+    }
+
+
 def _add_drift(path: Path, calls: list[dict[str, Any]]) -> None:
     """What the gateway noted about unresolved calls, from the events beside the ledger, where there are any."""
     noted = {
         event.get("model_call_id"): event
         for event in read_lines(path.with_name(f"{rollout_of(path)}{EVENTS_SUFFIX}"))
-        if event.get("kind") == "drift"
+        if event.get("kind") == "drift" and isinstance(event.get("model_call_id"), str)
     }
     for call in calls:
         event = noted.get(call["model_call_id"])
@@ -73,15 +133,9 @@ def _add_drift(path: Path, calls: list[dict[str, Any]]) -> None:
             call["drift"] = event.get("detail")
 
 
-def _call(rollout_id: str, row: dict[str, Any], order: int) -> dict[str, Any]:
-    call: dict[str, Any] = {
-        "rollout_id": rollout_id,
-        "model_call_id": row.get("model_call_id"),
-        "order": order,
-        "failure_reason": row.get("failure_reason"),
-        "detail": row.get("detail"),
-    }
-    if call["failure_reason"] is not None:
-        return call | {"disposition": "failed"}
+def _call(rollout_id: str, row: dict[str, Any], parsed: CustodyRow | FailureRow, order: int) -> dict[str, Any]:
+    call: dict[str, Any] = {"rollout_id": rollout_id, "model_call_id": row["model_call_id"], "order": order}
+    if isinstance(parsed, FailureRow):
+        return call | {"disposition": "failed", "failure_reason": parsed.reason, "detail": parsed.detail}
     call |= {name: row.get(name) for name in _SAME}
     return call | {"disposition": "staged", "digest": row.get("staging_digest")}
