@@ -105,7 +105,7 @@ def test_every_sanitising_rule_has_its_reason():
 @pytest.mark.kernel
 @pytest.mark.timeout(300)
 def test_executed_notebooks_are_small_and_carry_no_widget_state(executed_notebooks):
-    for name, path in executed_notebooks.items():
+    for name, path in executed_notebooks.all().items():
         assert path.stat().st_size <= MAX_BYTES, name
         notebook = nbformat.read(path, as_version=4)
         assert "widgets" not in notebook.metadata and "application/vnd.jupyter.widget" not in path.read_text(), name
@@ -140,7 +140,7 @@ def test_two_runs_in_a_row_say_the_same(executed_notebooks):
             plain = re.sub(rules[section]["regex"], rules[section]["replace"], plain)
         return plain
 
-    for name, path in executed_notebooks.items():
+    for name, path in executed_notebooks.all().items():
         again = said(kept_of(nbformat.read(path, as_version=4)))
         assert again == said(nbformat.read(EXPECTED / name, as_version=4)), name
 
