@@ -28,7 +28,7 @@ from workbench.campaign.doctor import before_a_run
 from workbench.campaign.proof import SyncProof, proof_ids, prove_weights
 from workbench.campaign.watch import Heartbeat
 from workbench.config import Recipe
-from workbench.errors import SetupError
+from workbench.errors import ComponentDied, SetupError
 from workbench.finalizer.pool import FinalizerPool
 from workbench.gateway.client import ControlClient
 from workbench.gateway.process import GatewayProcess
@@ -139,7 +139,12 @@ class Fleet:
                 options["runtime_env"]["py_executable"] = dataplane.interpreter()
             else:
                 options |= {"address": recipe.ray.address}
-            ray.init(**options)
+            try:
+                ray.init(**options)
+            except Exception as error:
+                # Its own processes get 30 s from Ray, whatever we would give them, and then a bare Exception.
+                said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                raise ComponentDied(f"Ray did not start: {said} Next: try again when the machine is less busy.") from error
 
         async def stop() -> None:
             await asyncio.to_thread(ray.shutdown)
