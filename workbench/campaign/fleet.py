@@ -143,8 +143,8 @@ class Fleet:
                 ray.init(**options)
             except Exception as error:
                 # Its own processes get 30 s from Ray, whatever we would give them, and then a bare Exception.
-                said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                raise ComponentDied(f"Ray did not start: {said} Next: try again when the machine is less busy.") from error
+                said = " ".join(str(error).split()) or type(error).__name__
+                raise ComponentDied(f"Ray did not start: {said} Next: try when the machine is less busy.") from error
 
         async def stop() -> None:
             await asyncio.to_thread(ray.shutdown)
