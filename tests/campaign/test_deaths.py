@@ -23,7 +23,7 @@ from workbench.campaign.verify_run import verify_run
 from workbench.capture.staging import TransferQueueSink
 from workbench.errors import ComponentDied
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(420)]
 
 ENDS_WITHIN_S = 60.0 if REAL_DEADLINES else 45.0
 """Short deadlines are a few seconds each; the rest is for slow machines. A wait without an end fails here."""
