@@ -92,10 +92,16 @@ class Gateway(Section):
     """Address to listen on. Anything but loopback opens the policy to the network."""
     port: Port = 0
     """Port to listen on; 0 lets the system choose."""
+    workers: Annotated[int, Field(ge=1, le=64)] = 1
+    """Processes that share the port and the ledger. More than one where hundreds of agents call at once."""
+    control_open: bool = False
+    """Whether the control plane (freeze, manifests, receipts) answers other machines too, not only its own."""
     request_timeout_s: Seconds = 120.0
     """How long one agent request may take, the engine's work included."""
     max_body_bytes: Positive = 16 * 2**20
     """Largest request body."""
+    client_timeout_s: Seconds = 30.0
+    """How long a client may take to send one request."""
 
 
 class DataPlane(Section):

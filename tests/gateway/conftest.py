@@ -26,6 +26,7 @@ from workbench import models
 from workbench.capture.staging import MemorySink
 from workbench.gateway.app import Gateway
 from workbench.gateway.client import ControlClient
+from workbench.gateway.patience import patient
 from workbench.gateway.settings import WORKER_TOKEN, GatewaySettings
 from workbench.serving.worker import PolicyServer, WorkerConfig
 
@@ -38,6 +39,8 @@ SCRIPT = [
     {"text": "second"},
     {"text": "third"},
     {"rollout": "nan.*", "text": "not a number", "fault": "nan_logprob", "at": 1},
+    {"rollout": "held", "text": "this does not come out while anybody waits for it", "delay_s": 600.0},
+    {"rollout": "held", "text": "and this at once"},
     {"rollout": "slow.*", "text": "this takes its time to come out", "delay_s": 0.6},
 ]
 
@@ -67,10 +70,11 @@ class Quiet(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def listening(app: Any) -> AsyncIterator[str]:
-    """Serve an ASGI app on a free port."""
+async def listening(app: Any, **options: Any) -> AsyncIterator[str]:
+    """Serve an ASGI app on a free port. `options` are uvicorn's."""
+    options = {"log_level": "error", "lifespan": "off", "timeout_keep_alive": 120, "log_config": None, **options}
     listener = socket.create_server(("127.0.0.1", 0))
-    server = Quiet(uvicorn.Config(app, log_level="error", lifespan="off", log_config=None))
+    server = Quiet(uvicorn.Config(app, **options))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     await until(lambda: server.started, "the server listens")
     try:
@@ -82,8 +86,9 @@ async def listening(app: Any) -> AsyncIterator[str]:
 
 @contextlib.asynccontextmanager
 async def gateway_over(worker_url: str, ledger: Path, **settings: Any) -> AsyncIterator[tuple[str, Gateway]]:
-    gateway = Gateway(GatewaySettings(ledger_dir=str(ledger), worker_url=worker_url, **settings), CONTROL, WORKER)
-    async with listening(gateway.app()) as url:
+    checked = GatewaySettings(ledger_dir=str(ledger), worker_url=worker_url, **settings)
+    gateway = Gateway(checked, CONTROL, WORKER)
+    async with listening(gateway.app(), http=patient(checked.client_timeout_s), ws="none") as url:
         try:
             yield url, gateway
         finally:
@@ -98,17 +103,25 @@ async def until(condition: Callable[[], Any], what: str, timeout_s: float = 10.0
         await asyncio.sleep(0.005)
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
-    folder = tmp_path_factory.mktemp("stack")
-    script = folder / "script.jsonl"
-    script.write_bytes(b"\n".join(map(orjson.dumps, SCRIPT)))
-    sampling = {"temperature": 1.0, "max_tokens": 64}
+@contextlib.asynccontextmanager
+async def stack_in(
+    folder: Path,
+    script: list[dict[str, Any]],
+    *,
+    model: Path | None = None,
+    window: int = WINDOW,
+    max_tokens: int = 64,
+    **settings: Any,
+) -> AsyncIterator[Stack]:
+    """A worker that says `script`, with the tiny model's tokenizer where no `model` is given, and a gateway over it."""
+    path = folder / "script.jsonl"
+    path.write_bytes(b"\n".join(map(orjson.dumps, script)))
+    sampling = {"temperature": 1.0, "max_tokens": max_tokens}
     config = WorkerConfig(
-        model_path=str(models.build("tiny")),
+        model_path=str(model or models.build("tiny")),
         engine="scripted",
-        script_path=str(script),
-        max_model_len=WINDOW,
+        script_path=str(path),
+        max_model_len=window,
         sampling=sampling,
     )
     sink = MemorySink()
@@ -117,12 +130,15 @@ async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack
         worker = PolicyServer(config, sink, sink)
     worker_url = await worker.start()
     async with (
-        gateway_over(worker_url, folder / "ledger", sampling=sampling, max_body_bytes=64 * 1024) as (
-            url,
-            gateway,
-        ),
+        gateway_over(worker_url, folder / "ledger", sampling=sampling, **settings) as (url, gateway),
         ControlClient(url, CONTROL) as control,
         httpx.AsyncClient(timeout=30.0) as http,
     ):
         yield Stack(url, gateway, worker, sink, control, http)
     await worker.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    async with stack_in(tmp_path_factory.mktemp("stack"), SCRIPT, max_body_bytes=64 * 1024) as stack:
+        yield stack

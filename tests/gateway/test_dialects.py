@@ -8,23 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
-import httpx
 import openai
-import orjson
 import pytest
 import pytest_asyncio
 from capture.templates import QWEN
 from dialogues import DIALOGUES, SCRIPT
 from transformers import AutoTokenizer
 
-from conftest import CONTROL, WORKER, Stack, gateway_over, until
+from conftest import Stack, stack_in, until
 from workbench import models
-from workbench.capture.staging import MemorySink
 from workbench.finalizer.verify import verify_and_linearize
-from workbench.gateway.client import ControlClient
-from workbench.gateway.settings import WORKER_TOKEN
 from workbench.ledger import assemble_receipt
-from workbench.serving.worker import PolicyServer, WorkerConfig
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -64,29 +58,9 @@ def twins(model: Path) -> list[dict[str, Any]]:
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     folder = tmp_path_factory.mktemp("dialects")
     model = with_tool_template(folder / "model")
-    script = folder / "script.jsonl"
     lines = [*({"text": text} for text in SCRIPT), *FAULTS, *twins(model)]
-    script.write_bytes(b"\n".join(map(orjson.dumps, lines)))
-    sampling = {"temperature": 1.0, "max_tokens": 96}
-    config = WorkerConfig(
-        model_path=str(model),
-        engine="scripted",
-        script_path=str(script),
-        max_model_len=WINDOW,
-        sampling=sampling,
-    )
-    sink = MemorySink()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(WORKER_TOKEN, WORKER)
-        worker = PolicyServer(config, sink, sink)
-    worker_url = await worker.start()
-    async with (
-        gateway_over(worker_url, folder / "ledger", sampling=sampling) as (url, gateway),
-        ControlClient(url, CONTROL) as control,
-        httpx.AsyncClient(timeout=30.0) as http,
-    ):
-        yield Stack(url, gateway, worker, sink, control, http)
-    await worker.stop()
+    async with stack_in(folder, lines, model=model, window=WINDOW, max_tokens=96) as stack:
+        yield stack
 
 
 def claude(stack: Stack, rollout_id: str) -> anthropic.AsyncAnthropic:

@@ -58,7 +58,7 @@ def test_a_neutral_value_is_not_counted(field: str) -> None:
     assert (pinned.stripped, pinned.overridden) == ((), ())
 
 
-@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs", "return_token_ids", "request_id"])
+@pytest.mark.parametrize("field", ["logprobs", "top_logprobs", "return_token_ids", "request_id"])
 def test_what_would_carry_ids_or_logprobs_is_stripped(field: str) -> None:
     pinned = pin({field: "x" if field == "request_id" else 1}, RECIPE)
     assert field not in pinned.body

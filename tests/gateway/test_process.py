@@ -44,7 +44,7 @@ async def test_starts_serves_refuses_a_second_on_its_port_and_stops(
     try:
         async with ControlClient(gateway.url, SECRET) as control:
             assert (await control.freeze("r"))["manifest"]["records"] == []
-        assert SECRET not in " ".join(psutil.Process(gateway.pid).cmdline())
+        assert SECRET not in " ".join(psutil.Process(gateway.pids[0]).cmdline())
         async with httpx.AsyncClient() as http:
             assert (await http.get(f"{gateway.url}/health")).json()["status"] == "ok"
         port = int(gateway.url.rsplit(":", 1)[1])
@@ -53,7 +53,7 @@ async def test_starts_serves_refuses_a_second_on_its_port_and_stops(
         assert "\n" not in str(refused.value)
     finally:
         gateway.stop()
-    assert gone(gateway.pid)
+    assert gone(gateway.pids[0])
     with pytest.raises(ComponentDied, match=r"gateway is gone.*freeze of rollout r"):
         async with ControlClient(gateway.url, SECRET) as control:
             await control.freeze("r")
@@ -74,7 +74,7 @@ def test_it_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     script = (
         "import sys, time; from workbench.gateway.process import GatewayProcess\n"
         f"gateway = GatewayProcess.start({settings(tmp_path)!r})\n"
-        "print(gateway.pid, flush=True); time.sleep(60)"
+        "print(gateway.pids[0], flush=True); time.sleep(60)"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, env={**os.environ, CONTROL_TOKEN: SECRET}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,10 +18,17 @@ from gate import ACKNOWLEDGEMENT, COMPLETION, FRAMES, Gate
 
 from conftest import CONTROL, Stack, gateway_over, listening, until
 from workbench.gateway.app import Gateway
+from workbench.gateway.client import ControlClient
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-ASK = {"model": "policy", "messages": [{"role": "user", "content": "say something"}]}
+USER = [{"role": "user", "content": "say something"}]
+ASK = {"model": "policy", "messages": USER}
+ASKS: dict[str, dict[str, Any]] = {
+    "chat/completions": ASK,
+    "responses": {"model": "policy", "input": USER},
+    "messages": {"model": "policy", "messages": USER, "max_tokens": 16},
+}
 RETRY = {"x-stainless-retry-count": "1"}
 
 
@@ -35,8 +44,10 @@ class Gated:
     def route(self, rollout_id: str) -> str:
         return f"{self.url}/ng-rollout/{rollout_id}/v1"
 
-    async def post(self, rollout_id: str, headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
-        return await self.http.post(f"{self.route(rollout_id)}/chat/completions", json=ASK | body, headers=headers)
+    async def post(
+        self, rollout_id: str, headers: dict[str, str] | None = None, path: str = "chat/completions", **body: Any
+    ) -> httpx.Response:
+        return await self.http.post(f"{self.route(rollout_id)}/{path}", json=ASKS[path] | body, headers=headers)
 
     def rows(self, rollout_id: str) -> int:
         return len(self.gateway.custodian.store.manifest(rollout_id).records)
@@ -104,18 +115,107 @@ def delivered(gated: Gated, rollout_id: str) -> bool:
     return b'"delivered"' in path.read_bytes()
 
 
-@pytest.mark.parametrize("header", ["Idempotency-Key", "x-request-id"])
+@pytest.mark.parametrize("path", ASKS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_the_same_key_gets_the_same_bytes_even_after_freeze(gated: Gated, stream: bool, header: str) -> None:
-    rollout_id = f"key.{stream}.{header}"
-    first = await gated.post(rollout_id, {header: "k"}, stream=stream)
-    again = await gated.post(rollout_id, {header: "k"}, stream=stream)
+async def test_the_same_key_gets_the_same_bytes_even_after_freeze(gated: Gated, stream: bool, path: str) -> None:
+    """A closed rollout gets no new call, and this is none: nothing is generated, nothing is recorded."""
+    rollout_id, header = f"key.{stream}.{path[:4]}", "x-request-id" if stream else "Idempotency-Key"
+    first = await gated.post(rollout_id, {header: "k"}, path, stream=stream)
+    again = await gated.post(rollout_id, {header: "k"}, path, stream=stream)
     gated.gateway.custodian.store.freeze(rollout_id)
-    after = await gated.post(rollout_id, {header: "k"}, stream=stream)
+    after = await gated.post(rollout_id, {header: "k"}, path, stream=stream)
     assert first.content == again.content == after.content
     assert {answer.headers["content-type"] for answer in (first, again, after)} == {first.headers["content-type"]}
-    assert (await gated.post(rollout_id, {header: "other"}, stream=stream)).status_code == 409
+    assert (await gated.post(rollout_id, {header: "other"}, path, stream=stream)).status_code == 409
     assert gated.rows(rollout_id) == 1
+
+
+@pytest.mark.parametrize("path", ASKS)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_late_retry_reaches_over_the_freeze(gated: Gated, stream: bool, path: str) -> None:
+    rollout_id, stored = f"late.{stream}.{path[:4]}", gated.repeated("stored")
+    await abandon(gated, rollout_id, path, stream)
+    gated.gateway.custodian.store.freeze(rollout_id)
+    answer = await gated.post(rollout_id, RETRY, path, stream=stream)
+    assert (answer.status_code, gated.repeated("stored")) == (200, stored + 1)
+    await until(lambda: delivered(gated, rollout_id), "the delivery is noted")
+    assert (await gated.post(rollout_id, RETRY, path, stream=stream)).status_code == 409, "that would be a new call"
+    assert gated.rows(rollout_id) == 1
+
+
+async def abandon(gated: Gated, rollout_id: str, path: str = "chat/completions", stream: bool = False) -> None:
+    """Have a call answered whose client is gone."""
+    gated.gate.hold(COMPLETION)
+    reached = gated.gate.reached[COMPLETION]
+    asked = asyncio.create_task(gated.post(rollout_id, None, path, stream=stream))
+    await until(lambda: gated.gate.reached[COMPLETION] > reached, "the call is under way")
+    asked.cancel()
+    await asyncio.wait([asked])
+    gated.gate.release()
+    await until(lambda: not gated.gateway._live, "the abandoned call is over")
+
+
+async def test_a_call_that_runs_at_the_freeze_is_joined_and_stays_out(gated: Gated) -> None:
+    gated.gate.hold(COMPLETION)
+    reached, joined = gated.gate.reached[COMPLETION], gated.repeated("joined")
+    first = asyncio.create_task(gated.post("over"))
+    await until(lambda: gated.gate.reached[COMPLETION] > reached, "the call is under way")
+    store = gated.gateway.custodian.store
+    store.freeze("over")
+    again = asyncio.create_task(gated.post("over", RETRY))
+    await until(lambda: gated.repeated("joined") > joined, "the retry joins the call")
+    gated.gate.release()
+    assert (await first).content == (await again).content
+    assert gated.rows("over") == 0
+    assert [event["kind"] for event in store.events("over")] == ["late_commit"]
+
+
+async def test_a_key_outranks_a_retry_count(gated: Gated) -> None:
+    await abandon(gated, "rank")
+    other = await gated.post("rank", RETRY | {"x-request-id": "new"})
+    assert other.status_code == 200
+    assert gated.rows("rank") == 2, "another id is another call, whatever its count"
+
+
+async def test_answers_are_kept_apart_and_go_with_the_seal(gated: Gated) -> None:
+    ledger, key = gated.gateway.custodian.store.directory, {"idempotency-key": "k"}
+    body = {"model": "policy", "input": "go"}
+    url = f"{gated.route('sealed')}/responses"
+    answer = await gated.http.post(url, json=body, headers=key)
+    assert (ledger / "sealed.answers").read_bytes() == answer.content
+    assert answer.content not in (ledger / "sealed.replay.jsonl").read_bytes()
+    assert (ledger / "sealed.responses.jsonl").exists()
+    async with ControlClient(gated.url, CONTROL) as control:
+        await control.seal("sealed", 1.0, response=answer.json())
+    assert not (ledger / "sealed.answers").exists()
+    assert not (ledger / "sealed.responses.jsonl").exists()
+    gone = await gated.http.post(url, json=body, headers=key)
+    assert (gone.status_code, gone.json()["error"]["code"]) == (409, "answer_expired")
+    named = await gated.http.post(url, json=body | {"previous_response_id": answer.json()["id"]})
+    assert (named.status_code, named.json()["error"]["code"]) == (409, "rollout_frozen")
+    assert gated.rows("sealed") == 1
+
+
+async def test_old_answers_go_and_new_ones_stay(gated: Gated) -> None:
+    ledger, key = gated.gateway.custodian.store.directory, {"idempotency-key": "k"}
+    for rollout_id in ("old", "young"):
+        assert (await gated.post(rollout_id, key)).status_code == 200
+    os.utime(ledger / "old.answers", (0, 0))
+    gated.gateway.retries.sweep(idle_s=3600.0)
+    assert (await gated.post("old", key)).json()["error"]["code"] == "answer_expired"
+    assert (await gated.post("young", key)).status_code == 200
+    fresh = await gated.post("old", {"idempotency-key": "new"})
+    assert (await gated.post("old", {"idempotency-key": "new"})).content == fresh.content
+    assert (await gated.post("old", key)).status_code == 409, "the bytes in its old place are another call's"
+
+
+async def test_answers_of_closed_rollouts_go_with_the_gateway(stack: Stack, tmp_path: Path) -> None:
+    async with gateway_over(stack.worker.url, tmp_path) as (url, gateway), httpx.AsyncClient() as http:
+        for rollout_id in ("closed", "open"):
+            assert (await http.post(f"{url}/ng-rollout/{rollout_id}/v1/chat/completions", json=ASK)).is_success
+        gateway.custodian.store.freeze("closed")
+    assert {path.name for path in tmp_path.glob("*.answers")} == {"open.answers"}
+    assert not list(tmp_path.glob("*.gateway"))
 
 
 async def test_the_same_key_with_another_body_is_refused(gated: Gated) -> None:

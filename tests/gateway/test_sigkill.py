@@ -1,7 +1,8 @@
-"""The gateway is killed at each step of a call and started again on its ledger: the right row, or the right cause.
+"""The gateway is killed at each step of a call: the right row, or the right cause.
 
-Each rollout is a first call that went well and a second one in which the gateway dies. Then either the SDK's own retry
-reaches the new gateway, or the agent gives up and the first response is scored.
+Each rollout is a first call that went well and a second one in which its gateway process dies. Then a new gateway
+starts on the ledger, or, where the gateway had several processes, the others go on; and either the SDK's own retry
+reaches one of them, or the agent gives up and the first response is scored.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import orjson
+import psutil
 import pytest
 import pytest_asyncio
 from gate import ACKNOWLEDGEMENT, COMPLETION, FRAMES, REQUEST, Gate
@@ -45,11 +48,17 @@ class Killed:
     gate: Gate
     worker_url: str
     ledger: Path
+    workers: int = 1
     port: int = 0
     running: list[GatewayProcess] = field(default_factory=list)
 
     async def start(self) -> None:
-        settings = {"ledger_dir": str(self.ledger), "worker_url": self.worker_url, "port": self.port}
+        settings = {
+            "ledger_dir": str(self.ledger),
+            "worker_url": self.worker_url,
+            "port": self.port,
+            "workers": self.workers,
+        }
         self.running.append(await asyncio.to_thread(GatewayProcess.start, settings))
         # Always on the same port, as an agent knows one address.
         self.port = int(self.url.rsplit(":", 1)[1])
@@ -58,10 +67,24 @@ class Killed:
     def url(self) -> str:
         return self.running[-1].url
 
-    async def kill(self) -> None:
-        gateway = self.running.pop()
-        os.kill(gateway.pid, signal.SIGKILL)
-        await asyncio.to_thread(gateway.stop)
+    def steps(self, rollout_id: str) -> list[dict[str, Any]]:
+        path = self.ledger / f"{rollout_id}.replay.jsonl"
+        return [orjson.loads(line) for line in path.read_bytes().splitlines()]
+
+    async def kill(self, rollout_id: str) -> None:
+        """Kill the process that has the newest call of a rollout."""
+        begun = [step for step in self.steps(rollout_id) if step["kind"] == "begun"]
+        pid = int((self.ledger / f"{begun[-1]['gateway']}.gateway").read_text())
+        assert pid in self.running[-1].pids
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "the process is dead")
+        if self.workers == 1:
+            await asyncio.to_thread(self.running.pop().stop)
+
+    async def recover(self) -> None:
+        """A new gateway, where there was no other process."""
+        if self.workers == 1:
+            await self.start()
 
     def agent(self, rollout_id: str, **options: Any) -> openai.AsyncOpenAI:
         base_url = f"http://127.0.0.1:{self.port}/ng-rollout/{rollout_id}/v1"
@@ -83,19 +106,37 @@ class Killed:
         return verify_and_linearize(receipt, rows)
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def killed(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Killed]:
+@contextlib.asynccontextmanager
+async def gateway_to_kill(stack: Stack, ledger: Path, workers: int) -> AsyncIterator[Killed]:
     gate = Gate(stack.worker.url)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CONTROL_TOKEN, CONTROL)
         patch.setenv(WORKER_TOKEN, WORKER)
         async with listening(gate.app) as worker_url:
-            killed = Killed(stack, gate, worker_url, tmp_path_factory.mktemp("ledger"))
+            killed = Killed(stack, gate, worker_url, ledger, workers)
             await killed.start()
             yield killed
             gate.release()
             await asyncio.to_thread(killed.running[-1].stop)
     await gate.http.aclose()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def killed(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Killed]:
+    async with gateway_to_kill(stack, tmp_path_factory.mktemp("ledger"), 1) as killed:
+        yield killed
+
+
+RETRIED_ELSEWHERE = [(REQUEST, False), (ACKNOWLEDGEMENT, True)]
+GIVEN_UP_ELSEWHERE = [(COMPLETION, False), (FRAMES, True)]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def several(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Killed]:
+    """Loses a process a test; at the end one is left."""
+    workers = len(RETRIED_ELSEWHERE) + len(GIVEN_UP_ELSEWHERE) + 1
+    async with gateway_to_kill(stack, tmp_path_factory.mktemp("ledger"), workers) as killed:
+        yield killed
 
 
 async def first_call(killed: Killed, rollout_id: str) -> tuple[Any, list[dict[str, Any]]]:
@@ -107,43 +148,47 @@ async def first_call(killed: Killed, rollout_id: str) -> tuple[Any, list[dict[st
 
 
 async def kill_at(killed: Killed, place: str, rollout_id: str) -> None:
-    """Kill the gateway once a call is held at `place`; of frames, once it has passed one on."""
+    """Kill a call's process once it is held at `place`; of frames, once it has passed one on."""
     reached = killed.gate.reached[place]
     await until(lambda: killed.gate.reached[place] > reached, f"the call is at {place}")
     if place == FRAMES:
-        log = killed.ledger / f"{rollout_id}.replay.jsonl"
-        await until(lambda: b'"content"' in log.read_bytes(), "a frame has left")
-    await killed.kill()
+        await until(lambda: any(step["kind"] == "content" for step in killed.steps(rollout_id)), "a frame has left")
+    await killed.kill(rollout_id)
     killed.gate.release()
 
 
-PLACES = {
-    "before staging": (REQUEST, 1),
-    "after staging": (COMPLETION, 1),
-    "answered, without its row": (ACKNOWLEDGEMENT, 0),
-}
+LOST = {REQUEST: 1, COMPLETION: 1, ACKNOWLEDGEMENT: 0}
+"""Before staging, after it, and answered without a row: how many calls are lost for good."""
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", LOST)
 async def test_the_sdks_retry_finds_the_new_gateway(killed: Killed, place: str, stream: bool) -> None:
-    rollout_id = f"retry.{PLACES[place][0]}.{stream}"
+    await retry_after_a_kill(killed, place, stream)
+
+
+@pytest.mark.parametrize(("place", "stream"), RETRIED_ELSEWHERE)
+async def test_the_sdks_retry_finds_another_process(several: Killed, place: str, stream: bool) -> None:
+    await retry_after_a_kill(several, place, stream)
+
+
+async def retry_after_a_kill(killed: Killed, place: str, stream: bool) -> None:
+    rollout_id = f"retry.{place}.{stream}"
     _, messages = await first_call(killed, rollout_id)
-    killed.gate.hold(PLACES[place][0])
+    killed.gate.hold(place)
     async with killed.agent(rollout_id, max_retries=8) as agent:
         asked = asyncio.create_task(say(agent, messages, stream))
-        await kill_at(killed, PLACES[place][0], rollout_id)
-        await killed.start()
+        await kill_at(killed, place, rollout_id)
+        await killed.recover()
         try:
             second = await asked
         except openai.APIConnectionError:
             # An SDK does not retry a stream that had begun; an agent may.
-            assert stream and PLACES[place][0] == ACKNOWLEDGEMENT
+            assert stream and place == ACKNOWLEDGEMENT
             second = await say(agent, messages, stream, RETRY)
     manifest, receipt = await killed.finalise(rollout_id, second)
     assert len(manifest.records) == 2
-    lost = PLACES[place][1]
-    assert [failure.reason for failure in manifest.failures] == [NO_COMPLETION] * lost
+    assert [failure.reason for failure in manifest.failures] == [NO_COMPLETION] * LOST[place]
     assert not receipt.capture_poisoned
     row = await killed.row(receipt)
     assert row.model_call_ids == [record.model_call_id for record in manifest.records]
@@ -163,6 +208,15 @@ async def say(
     [*itertools.product((REQUEST, COMPLETION, ACKNOWLEDGEMENT), (False, True)), (FRAMES, True)],
 )
 async def test_an_agent_that_gives_up_is_scored_on_what_it_has(killed: Killed, place: str, stream: bool) -> None:
+    await give_up_after_a_kill(killed, place, stream)
+
+
+@pytest.mark.parametrize(("place", "stream"), GIVEN_UP_ELSEWHERE)
+async def test_a_freeze_at_another_process_finds_the_lost_call(several: Killed, place: str, stream: bool) -> None:
+    await give_up_after_a_kill(several, place, stream)
+
+
+async def give_up_after_a_kill(killed: Killed, place: str, stream: bool) -> None:
     rollout_id = f"gives_up.{place}.{stream}"
     first, messages = await first_call(killed, rollout_id)
     killed.gate.hold(place)
@@ -171,7 +225,7 @@ async def test_an_agent_that_gives_up_is_scored_on_what_it_has(killed: Killed, p
         await kill_at(killed, place, rollout_id)
         with pytest.raises(Exception):  # noqa: B017 - the SDK lets errors of its HTTP client through in mid-stream
             await asked
-    await killed.start()
+    await killed.recover()
     manifest, receipt = await killed.finalise(rollout_id, first)
     assert len(manifest.records) == 1
     (failure,) = manifest.failures
@@ -193,8 +247,8 @@ async def test_after_the_ledger_row_the_retry_is_a_replay(killed: Killed, stream
             await say(agent, messages, stream)
     killed.gate.release()
     await until(lambda: len(killed.manifest(rollout_id).records) == 2, "the call has its row")
-    await killed.kill()
-    await killed.start()
+    await killed.kill(rollout_id)
+    await killed.recover()
     async with killed.agent(rollout_id) as agent:
         second = await say(agent, messages, stream, RETRY)
     manifest, receipt = await killed.finalise(rollout_id, second)

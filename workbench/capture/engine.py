@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -172,6 +173,7 @@ class CapturingEngine(GatedEngine):
         if problem is not None:
             self._fail(call, active, *problem)
             return
+        began = time.monotonic()
         coords = await self._core.complete_async(
             active,
             prompt_token_ids=collected.prompt_ids,
@@ -179,10 +181,11 @@ class CapturingEngine(GatedEngine):
             logprobs=collected.logprobs,
             extras=collected.extras(),
         )
+        staged_s = time.monotonic() - began
         failure = self._core.detail(call.admission.model_call_id)
         if coords.disposition == "staged":
             self._prefixes.remember(coords, np.concatenate([collected.prompt_ids, collected.sampled_ids]))
-        self._board.settle(call, coords, None if failure is None else (failure.cause, failure.detail))
+        self._board.settle(call, coords, None if failure is None else (failure.cause, failure.detail), staged_s)
 
     def _fail(self, call: TaggedCall, active: ActiveCall, cause: Cause, detail: str) -> None:
         if call.settled.is_set():

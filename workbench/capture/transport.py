@@ -1,7 +1,7 @@
 """Transport: how an admission reaches the engine and how the coordinates get back, over the worker's own HTTP port.
 
     gateway ── POST …, x-workbench-rollout, x-workbench-admission ──▶ CaptureGate ──▶ the serving app ──▶ engine wrapper
-    gateway ── GET /workbench/capture/<call id> ──▶ CallBoard ──▶ {"coords": …, "failure": …}
+    gateway ── GET /workbench/capture/<call id> ──▶ CallBoard ──▶ {"coords": …, "failure": …, "staged_s": …}
 
 The gate is ASGI middleware behind the worker's door: it refuses what capture cannot record exactly, and puts a
 `TaggedCall` into a context variable that the renderer hook and the engine wrapper read. A request without the rollout
@@ -89,11 +89,13 @@ class CallBoard:
         call = self._live[call_id] = TaggedCall(admission)
         return call
 
-    def settle(self, call: TaggedCall, coords: CommitCoords, failure: tuple[Cause, str] | None) -> None:
-        """Publish how the capture ended; whoever waits in `answer` goes on."""
+    def settle(
+        self, call: TaggedCall, coords: CommitCoords, failure: tuple[Cause, str] | None, staged_s: float | None = None
+    ) -> None:
+        """Publish how the capture ended; whoever waits in `answer` goes on. `staged_s`: seconds that staging took."""
         call_id = call.admission.model_call_id
         cause = None if failure is None else {"cause": str(failure[0]), "detail": failure[1]}
-        self._answers[call_id] = {"coords": coords.model_dump(mode="json"), "failure": cause}
+        self._answers[call_id] = {"coords": coords.model_dump(mode="json"), "failure": cause, "staged_s": staged_s}
         while len(self._answers) > self._capacity:
             self._answers.popitem(last=False)
         self.close(call)

@@ -1,7 +1,7 @@
-"""`python -m workbench.gateway`: see `process`."""
+"""`python -m workbench.gateway SOCKET`: see `child`."""
 
 import sys
 
-from workbench.gateway.process import main
+from workbench.gateway.child import main
 
-sys.exit(main())
+sys.exit(main(sys.argv[1:]))

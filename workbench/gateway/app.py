@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import httpx
 import orjson
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from workbench.errors import FingerprintError, LedgerCorrupt, RolloutFrozen, WireError
+from workbench.errors import WorkbenchError
 from workbench.gateway.asked import Asked
 from workbench.gateway.control import ControlPlane, read_body
 from workbench.gateway.custody import Custodian
@@ -35,12 +36,14 @@ from workbench.gateway.dialects import DIALECTS
 from workbench.gateway.exchange import Exchange
 from workbench.gateway.metrics import Metrics
 from workbench.gateway.pins import Pinned, pin
-from workbench.gateway.refusals import Refused
+from workbench.gateway.refusals import Refused, refusal_of
 from workbench.gateway.retries import Recording, Retries
 from workbench.gateway.settings import GatewaySettings
 from workbench.gateway.upstream import Upstream
 from workbench.ledger import LedgerStore
 from workbench.wire import check_rollout_id
+
+log = logging.getLogger(__name__)
 
 OWN_HEADERS = "x-workbench-"
 COMPACTION_HEADER = "x-workbench-compaction"
@@ -73,7 +76,13 @@ class Gateway:
 
     def app(self) -> Starlette:
         tagged = "/ng-rollout/{rollout_id}"
-        control = ControlPlane(self.custodian, self.control_token, self.settings.max_body_bytes, self.retries.bury)
+        control = ControlPlane(
+            self.custodian,
+            self.control_token,
+            self.settings,
+            before_freeze=self.retries.bury,
+            after_seal=self.retries.forget,
+        )
         return Starlette(
             routes=[
                 Route("/health", self._health),
@@ -83,13 +92,26 @@ class Gateway:
                 Route(tagged + "{path:path}", self._refusing(self._tagged), methods=["POST"]),
                 Route("/v1/{path:path}", self._refusing(self._untagged), methods=["GET", "POST"]),
             ],
+            exception_handlers={HTTPException: _no_such_route},
             lifespan=self._lifespan,
         )
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        sweeping = asyncio.create_task(self._sweep(), name="sweep answers")
         yield
+        sweeping.cancel()
         await self.close()
+
+    async def _sweep(self) -> None:
+        keep_s = self.settings.answers_keep_s
+        while True:
+            await asyncio.sleep(keep_s / 10)
+            try:
+                await self.custodian.off_loop(self.retries.sweep, keep_s)
+            except (WorkbenchError, OSError):
+                # What could not be removed now is found again the next time.
+                log.exception("old answers could not be removed")
 
     async def close(self) -> None:
         if self._live:
@@ -110,18 +132,8 @@ class Gateway:
                     if name.startswith(OWN_HEADERS) and name != COMPACTION_HEADER:
                         raise Refused(400, f"Header {name} is the gateway's own; leave it out.", "reserved_header")
                 return await handle(request)
-            except Refused as refused:
-                answer = refused
-            except RolloutFrozen as error:
-                answer = Refused(409, str(error), "rollout_frozen")
-            except (FingerprintError, WireError) as error:
-                answer = Refused(400, str(error))
-            except LedgerCorrupt as error:
-                answer = Refused(500, str(error), "ledger_corrupt")
-            except httpx.HTTPError as error:
-                answer = Refused(
-                    502, f"The policy worker did not answer ({type(error).__name__}).", "worker_unreachable"
-                )
+            except Exception as error:
+                answer = refusal_of(error)
             self.metrics.refused.labels(answer.code).inc()
             dialect = DIALECTS.get(request.path_params.get("path", ""))
             return answer.response(None if dialect is None else dialect.refusal(answer))
@@ -132,18 +144,20 @@ class Gateway:
         rollout_id = check_rollout_id(request.path_params["rollout_id"])
         path = request.path_params["path"]
         if path in SAMPLES_NOTHING:
-            return await self._pass("POST", path, await read_body(request, self.settings.max_body_bytes), "")
+            return await self._pass("POST", path, await read_body(request, self.settings), "")
         dialect = DIALECTS.get(path)
         if dialect is None:
             known = ", ".join(DIALECTS)
             raise Refused(404, f"No captured route {path}; there are: {known}.", "unknown_route")
-        raw = await read_body(request, self.settings.max_body_bytes)
+        raw = await read_body(request, self.settings)
         if not self.settings.capture_enabled:
             return await self._pass("POST", dialect.path, raw, "")
         body = _json_object(raw)
         after, stored_input = dialect.named_response(body), dialect.stored_input(body)
         if after is not None:
             history = await self.custodian.off_loop(self.custodian.histories.items, rollout_id, after)
+            if history is None:
+                await self.custodian.off_loop(self.custodian.store.check_open, rollout_id)
             body = dialect.with_history(body, history)
         pinned = pin(body, self.settings.sampling, dialect.max_tokens_field)
         asked = Asked.of(
@@ -203,7 +217,7 @@ class Gateway:
             raise Refused(
                 404, "No such route below /v1; names there are letters, digits and . _ ~ : @ -", "unknown_route"
             )
-        raw = await read_body(request, self.settings.max_body_bytes) if request.method == "POST" else None
+        raw = await read_body(request, self.settings) if request.method == "POST" else None
         return await self._pass(request.method, f"/v1/{request.path_params['path']}", raw, request.url.query)
 
     async def _pass(self, method: str, path: str, body: bytes | None, query: str) -> Response:
@@ -220,6 +234,10 @@ class Gateway:
 
     async def _metrics(self, request: Request) -> Response:
         return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")
+
+
+async def _no_such_route(request: Request, error: Exception) -> Response:
+    return refusal_of(error).response()
 
 
 def _json_object(raw: bytes) -> dict[str, Any]:

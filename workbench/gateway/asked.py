@@ -13,6 +13,7 @@ from hashlib import sha256
 from typing import Any
 
 import orjson
+from starlette.datastructures import Headers
 
 from workbench.gateway.dialects import Dialect
 from workbench.gateway.refusals import Refused
@@ -45,16 +46,14 @@ class Asked:
         rollout_id: str,
         dialect: Dialect,
         body: Mapping[str, Any],
-        headers: Mapping[str, str],
+        headers: Headers,
         replaces: str | None,
         *,
         after: str | None = None,
         stored_input: list[dict[str, Any]] | None = None,
     ) -> Asked:
-        """Raises `Refused` for a body that the dialect cannot read and for a key that is too long."""
-        key = next((headers[name] for name in KEY_HEADERS if headers.get(name)), None)
-        if key is not None and len(key) > LONGEST_KEY:
-            raise Refused(400, f"A request's key has at most {LONGEST_KEY} characters, got {len(key)}.", "key_too_long")
+        """Raises `Refused` for a body that the dialect cannot read and for a key that is too long or no single one."""
+        key = _key(headers)
         count = headers.get(RETRY_HEADER, "")
         same = orjson.dumps([dialect.path, replaces, after, body], option=orjson.OPT_SORT_KEYS)
         return cls(
@@ -69,3 +68,17 @@ class Asked:
             after,
             stored_input,
         )
+
+
+def _key(headers: Headers) -> str | None:
+    for name in KEY_HEADERS:
+        keys = {value for value in headers.getlist(name) if value}
+        if len(keys) > 1:
+            raise Refused(400, f"Header {name} came with {len(keys)} different values; expected one.", "key_ambiguous")
+        for key in keys:
+            if len(key) > LONGEST_KEY:
+                raise Refused(
+                    400, f"A request's key has at most {LONGEST_KEY} characters, got {len(key)}.", "key_too_long"
+                )
+            return key
+    return None

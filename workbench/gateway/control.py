@@ -3,12 +3,15 @@
     GET  …/rollouts/{id}/manifest
     POST …/rollouts/{id}/freeze   {terminal_response_id?, response?}                → manifest and attribution
     POST …/rollouts/{id}/seal     {reward, terminal_response_id?, response?, …}     → freeze, and the receipt
-Invariant: a wrong or missing token learns nothing, not even whether a rollout exists.
+Invariant: a wrong or missing token learns nothing, not even whether a rollout exists. Only this machine is answered,
+unless the settings open the control plane.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import ipaddress
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import Any
@@ -18,29 +21,38 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from workbench.errors import LedgerCorrupt, WireError
 from workbench.gateway.custody import Custodian
-from workbench.gateway.refusals import Refused
+from workbench.gateway.refusals import Refused, refusal_of
+from workbench.gateway.settings import GatewaySettings
 from workbench.ledger import assemble_receipt, attribute_terminal
-from workbench.wire import RolloutManifest
+from workbench.wire import RolloutManifest, check_rollout_id
 
 PREFIX = "/training-token-capture/control/rollouts/{rollout_id}"
 _FREEZE_FIELDS = {"terminal_response_id", "response"}
 _SEAL_FIELDS = _FREEZE_FIELDS | {"reward", "failure_reason", "on_no_witness"}
 
-BeforeFreeze = Callable[[str], Awaitable[None]]
+ForRollout = Callable[[str], Awaitable[None]]
 Handler = Callable[[str, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 class ControlPlane:
-    """The control routes of one gateway. `max_body_bytes` bounds a request's body; `before_freeze` is awaited with the
-    rollout id, so that calls that died with a gateway have their rows."""
+    """The control routes of one gateway process. `before_freeze` is awaited with the rollout id, so that calls that
+    died with a gateway have their rows; `after_seal` when its harness is done with it."""
 
-    def __init__(self, custodian: Custodian, token: str, max_body_bytes: int, before_freeze: BeforeFreeze) -> None:
+    def __init__(
+        self,
+        custodian: Custodian,
+        token: str,
+        settings: GatewaySettings,
+        *,
+        before_freeze: ForRollout,
+        after_seal: ForRollout,
+    ) -> None:
         self._custodian = custodian
         self._expected = b"Bearer " + token.encode()
-        self._max_body_bytes = max_body_bytes
+        self._settings = settings
         self._before_freeze = before_freeze
+        self._after_seal = after_seal
 
     def routes(self) -> list[Route]:
         return [
@@ -52,23 +64,32 @@ class ControlPlane:
     def _endpoint(self, handle: Handler, fields: set[str]) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             try:
-                if not hmac.compare_digest(request.headers.get("authorization", "").encode(), self._expected):
-                    raise Refused(401, "The control plane expects its bearer token.", "unauthorized")
-                given = orjson.loads(await read_body(request, self._max_body_bytes) or b"{}")
+                self._check_who(request)
+                try:
+                    given = orjson.loads(await read_body(request, self._settings) or b"{}")
+                except orjson.JSONDecodeError as error:
+                    raise Refused(400, f"The body is no JSON: {error}") from None
                 if not isinstance(given, dict) or not given.keys() <= fields:
                     raise Refused(400, f"Expected a JSON object with no other fields than {sorted(fields)}.")
-                answer = await handle(request.path_params["rollout_id"], given)
+                answer = await handle(check_rollout_id(request.path_params["rollout_id"]), given)
                 return Response(orjson.dumps(answer), media_type="application/json")
-            except Refused as refused:
-                return refused.response()
-            except orjson.JSONDecodeError as error:
-                return Refused(400, f"The body is no JSON: {error}").response()
-            except WireError as error:
-                return Refused(400, str(error)).response()
-            except LedgerCorrupt as error:
-                return Refused(500, str(error), "ledger_corrupt").response()
+            except Exception as error:
+                return refusal_of(error).response()
 
         return endpoint
+
+    def _check_who(self, request: Request) -> None:
+        if not (self._settings.control_open or _from_this_machine(request)):
+            raise Refused(
+                403,
+                "The control plane answers the gateway's own machine only. Next: gateway.control_open: true, if others "
+                "have to reach it.",
+                "not_local",
+            )
+        given = request.headers.getlist("authorization")
+        # One comparison whatever came, and never one that ends at the first wrong byte.
+        if not hmac.compare_digest("\n".join(given).encode(), self._expected):
+            raise Refused(401, "The control plane expects its bearer token.", "unauthorized")
 
     async def _manifest(self, rollout_id: str, given: dict[str, Any]) -> dict[str, Any]:
         return _as_json(await self._custodian.off_loop(self._custodian.store.manifest, rollout_id))
@@ -105,18 +126,43 @@ class ControlPlane:
         )
         sealed = receipt.model_dump(mode="json")
         await self._custodian.off_loop(self._custodian.store.event, rollout_id, "seal", receipt=sealed)
+        await self._after_seal(rollout_id)
         return {"receipt": sealed, "manifest": _as_json(manifest)}
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """The whole body. Raises `Refused` (413) as soon as it is longer than `most` bytes."""
+async def read_body(request: Request, settings: GatewaySettings) -> bytes:
+    """The whole body. Raises `Refused` (413) as soon as it is known to be too long, (408) where it takes too long."""
+    most, timeout_s = settings.max_body_bytes, settings.client_timeout_s
+    too_large = Refused(413, f"The request body is over {most} bytes (gateway.max_body_bytes).", "body_too_large")
+    announced = request.headers.get("content-length", "")
+    if announced.isascii() and announced.isdigit() and int(announced) > most:
+        raise too_large
     parts, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > most:
-            raise Refused(413, f"The request body is over {most} bytes (gateway.max_body_bytes).", "body_too_large")
-        parts.append(chunk)
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > most:
+                    raise too_large
+                parts.append(chunk)
+    except TimeoutError:
+        raise Refused(
+            408, f"The request body did not come within {timeout_s:g} s (gateway.client_timeout_s).", "body_timeout"
+        ) from None
     return b"".join(parts)
+
+
+def _from_this_machine(request: Request) -> bool:
+    """By the address that the connection comes from: loopback, or the one that it came to."""
+    client, server = request.client, request.scope.get("server")
+    if client is None:
+        return False
+    try:
+        address = ipaddress.ip_address(client.host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback or (server is not None and client.host == server[0])
 
 
 def _check_witnesses(given: dict[str, Any]) -> None:

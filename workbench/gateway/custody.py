@@ -100,9 +100,10 @@ class Custodian:
             replaces_response_id=replaces_response_id,
             after_response_id=after,
         )
-        self._metrics.calls.labels(admitted.resolution.status).inc()
+        mode = admitted.admission.mode if admitted.admission is not None else "unresolved"
+        self._metrics.admissions.labels(mode).inc()
         if admitted.drift is not None:
-            self._metrics.drift.labels(admitted.drift.cause.value).inc()
+            self._metrics.unresolved.labels(admitted.drift.cause.value).inc()
             self._metrics.failures.labels(Cause.UNRESOLVED_PARENT.value).inc()
         return Call(
             rollout_id,
@@ -128,6 +129,8 @@ class Custodian:
             return
         began = time.monotonic()
         answer = await self._upstream.acknowledgement(call.model_call_id, self._coords_timeout_s)
+        if answer.staged_s is not None:
+            self._metrics.staging_s.observe(answer.staged_s)
         await self.off_loop(self._write, call, served, response_items, answer)
         self._metrics.custody_s.observe(time.monotonic() - began)
 

@@ -27,10 +27,16 @@ class Histories:
     def keep(self, rollout_id: str, response_id: str, after: str | None, items: Sequence[Any]) -> None:
         """Store a response: the items that its request had after those of `after`, and its own."""
         line = orjson.dumps({"id": response_id, "after": after, "items": list(items)}) + b"\n"
-        fd = os.open(self._path(rollout_id), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        fd = os.open(self._path(rollout_id), os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
-            os.write(fd, line)
+            size = os.fstat(fd).st_size
+            if size and os.pread(fd, 1, size - 1) != b"\n":
+                # Somebody died in the middle of a line; it must not take this one along.
+                line = b"\n" + line
+            view = memoryview(line)
+            while view:
+                view = view[os.write(fd, view) :]
         finally:
             os.close(fd)
 
@@ -56,6 +62,10 @@ class Histories:
             parts.append(entry["items"])
             wanted = entry["after"]
         return [item for part in reversed(parts) for item in part]
+
+    def forget(self, rollout_id: str) -> None:
+        """Keep a closed rollout's conversations no longer: nothing continues them."""
+        self._path(rollout_id).unlink(missing_ok=True)
 
     def _path(self, rollout_id: str) -> Path:
         return self._directory / f"{check_rollout_id(rollout_id)}.responses.jsonl"

@@ -1,6 +1,7 @@
 """Pins: what a tagged request may say about sampling, and what it may not.
 
-    refused    what cannot be captured exactly (several completions, beams, echo, a continued message)    → 400
+    refused    what cannot be captured exactly (several completions, beams, echo, a continued message), and
+               log-probs of the prompt                                                                    → 400
     stripped   what would put token ids or log-probs into the response, or name the engine's request       → counted
     pinned     the distribution: temperature, top_p, top_k, min_p, and no penalty or bias                  → counted
     kept       the rest (stop strings, tools, streaming, a smaller max_tokens, …)
@@ -31,7 +32,6 @@ _REFUSED = {
 _STRIPPED = (
     "logprobs",
     "top_logprobs",
-    "prompt_logprobs",
     "logprob_token_ids",
     "return_token_ids",
     "return_tokens_as_token_ids",
@@ -77,6 +77,8 @@ def pin(body: Mapping[str, Any], sampling: Sampling, max_tokens_field: str = "ma
     for name, why in _REFUSED.items():
         if body.get(name):
             raise _refusal(name, body[name], why)
+    if body.get("prompt_logprobs") is not None:  # 0 asks for them too
+        raise _refusal("prompt_logprobs", body["prompt_logprobs"], "log-probs don't pass the gateway")
     if body.get("add_generation_prompt") is False:
         raise _refusal("add_generation_prompt", False, "the model would continue a turn that the agent wrote")
     pinned = dict(body)

@@ -1,6 +1,6 @@
 """Presence: which of the gateways that share a ledger directory are still running.
 
-    each gateway holds a lock on <its id>.gateway as long as it lives ── the kernel lets go of it, however it died
+    each process holds a lock on <its id>.gateway as long as it lives ── the kernel lets go of it, however it died
 So a call that was begun by a gateway and has no outcome is either still running or lost, and anybody can tell which.
 """
 
@@ -21,6 +21,7 @@ class Presence:
         self._directory = directory
         self._fd = os.open(self._path(self.id), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
+        os.write(self._fd, b"%d\n" % os.getpid())  # for people who look for it
 
     def alive(self, gateway: str) -> bool:
         """Whether that gateway is running. What a dead one left behind is removed."""

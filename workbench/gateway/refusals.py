@@ -5,11 +5,19 @@ Every refusal names what was expected and what came, and has a `code` that progr
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+
+from workbench.errors import LedgerCorrupt, LedgerError, RolloutFrozen, WireError
+
+log = logging.getLogger(__name__)
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
@@ -39,6 +47,33 @@ class Refused(Exception):
         headers = {"www-authenticate": "Bearer"} if self.status == 401 else None
         body = orjson.dumps(self.openai_error() if error is None else error)
         return Response(body, self.status, headers, media_type="application/json")
+
+
+def refusal_of(error: Exception) -> Refused:
+    """What a client is told of an error. A fault of our own is logged with its traceback and told without one."""
+    match error:
+        case Refused():
+            return error
+        case RolloutFrozen():
+            return Refused(409, str(error), "rollout_frozen")
+        case WireError():
+            return Refused(400, str(error))
+        case RecursionError() | orjson.JSONEncodeError():
+            # Anything that JSON can say was read from a request; written again can only be what is not too deep.
+            return Refused(400, "The request body is nested too deeply.", "nested_too_deeply")
+        case LedgerCorrupt():
+            return Refused(500, str(error), "ledger_corrupt")
+        case LedgerError() | OSError():
+            return Refused(500, f"The ledger could not be read or written: {error}", "ledger_error")
+        case httpx.HTTPError():
+            return Refused(502, f"The policy worker did not answer ({type(error).__name__}).", "worker_unreachable")
+        case ClientDisconnect():
+            return Refused(499, "The client left before its request was complete.", "client_left")
+        case HTTPException():
+            return Refused(error.status_code, f"{error.detail}.", f"http_{error.status_code}")
+        case _:
+            log.error("the gateway failed in a request", exc_info=error)
+            return Refused(500, f"The gateway failed ({type(error).__name__}).", "gateway_fault")
 
 
 def from_worker(status: int, body: bytes) -> Refused:

@@ -1,9 +1,10 @@
-"""Replay log: what became of each call of a rollout, and the bytes that were served for it, beside the ledger.
+"""Replay log: what became of each call of a rollout, and where the bytes are that were served for it.
 
     begun ──▶ (content: the first byte leaves) ──▶ answer, fsynced ──▶ [ ledger row ] ──▶ delivered
       └─────────────────────────────────────────▶ ended: no 2xx answer, so the next request is a call of its own
 One file a rollout, `<rollout>.replay.jsonl`, one line a step; all gateways of a ledger directory share it. Only answers
-are fsynced: the other lines must outlive a killed process, which the page cache does.
+are fsynced: the other lines must outlive a killed process, which the page cache does. The log stays with the ledger;
+the bytes (answers) go when nobody can want them any more.
 Invariant: of all requests that are one call, in any process, exactly one begins it.
 Not here: who waits for a running call, what a lost call means for custody (retries).
 """
@@ -11,18 +12,18 @@ Not here: who waits for a running call, what a lost call means for custody (retr
 from __future__ import annotations
 
 import threading
-from base64 import b64decode, b64encode
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import orjson
-
 from workbench.errors import LedgerCorrupt
+from workbench.gateway.answers import SUFFIX, AnswerFile, Place
 from workbench.gateway.refusals import Refused
 from workbench.ledger.journal import Journal
+
+LOG_SUFFIX = ".replay.jsonl"
 
 
 @dataclass
@@ -36,17 +37,20 @@ class Known:
     state: Literal["running", "answered", "ended", "lost"] = "running"
     content_left: bool = False
     delivered: bool = False
+    answer: Answer | None = None
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A served 2xx response, byte for byte, and what its ledger row needs that the request does not say."""
+    """A served 2xx response, and what its ledger row needs that the request does not say. `place`: of its bytes."""
 
     media_type: str
-    raw: bytes
-    admission: dict[str, Any] | None
+    captured: bool
+    """False: the call was unresolved, and has its failure row since its admission."""
+    parent: str | None
     admitted_at: float
     compaction_of: str | None = None
+    place: Place | None = None
 
 
 class ReplayLog:
@@ -58,6 +62,7 @@ class ReplayLog:
         self.unsettled: dict[str, Known] = {}
         """Calls for which this process has not seen yet that they have their ledger row."""
         self._journal = Journal(path, self._take, self._clear)
+        self._answers = AnswerFile(path.parent / (path.name.removesuffix(LOG_SUFFIX) + SUFFIX))
         self._clear()
 
     def claim(
@@ -85,11 +90,19 @@ class ReplayLog:
     def content_left(self, call_id: str) -> None:
         self._note("content", call_id)
 
-    def answered(self, call_id: str, answer: Answer) -> None:
+    def answered(self, call_id: str, answer: Answer, raw: bytes) -> None:
         """Keep what will be served. Durable on return."""
-        fields = asdict(answer) | {"raw": b64encode(answer.raw).decode()}
-        with self.lock, self._journal.exclusive() as append:
-            append({"kind": "answer", "call": call_id, **fields})
+        with self.lock, self._journal.exclusive() as append, self._answers.keep(raw) as place:
+            append({"kind": "answer", "call": call_id, **asdict(answer), "place": asdict(place)})
+
+    def bytes_of(self, answer: Answer) -> bytes | None:
+        """What was served, byte for byte; None where it is no longer kept."""
+        return self._answers.read(answer.place) if answer.place else None
+
+    def forget(self, idle_s: float = 0.0) -> None:
+        """Keep the served bytes no longer, unless an answer came in the last `idle_s` seconds."""
+        with self.lock, self._journal.exclusive():
+            self._answers.forget(idle_s)
 
     def ended(self, call_id: str) -> None:
         self._note("ended", call_id)
@@ -108,15 +121,11 @@ class ReplayLog:
             self._journal.refresh()
 
     def answer(self, call_id: str) -> Answer | None:
-        """Read a stored answer; replays are rare enough that the bytes are not kept in memory."""
-        mark = call_id.encode()
-        with self.path.open("rb") as lines:
-            for line in lines:
-                if mark in line and line.endswith(b"\n"):
-                    fields = orjson.loads(line)
-                    if fields.pop("kind") == "answer" and fields.pop("call") == call_id:
-                        return Answer(**fields | {"raw": b64decode(fields["raw"])})
-        return None
+        """What is known of a call's answer; None where it has none, or came to nothing after all."""
+        with self.lock:
+            self._journal.refresh()
+            known = self._calls.get(call_id)
+            return known.answer if known and known.state == "answered" else None
 
     def lost(self, call_id: str) -> None:
         """Its gateway is gone: nobody will answer it, and its next attempt is a call of its own."""
@@ -169,6 +178,8 @@ class ReplayLog:
                 known.content_left = True
             elif kind == "answer":
                 known.state = "answered"
+                fields = {name: value for name, value in line.items() if name not in ("kind", "call", "place")}
+                known.answer = Answer(**fields, place=Place(**line["place"]))
             elif kind == "delivered":
                 known.delivered = True
                 self.unsettled.pop(call_id, None)

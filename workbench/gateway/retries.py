@@ -25,6 +25,7 @@ from uuid import uuid4
 import orjson
 
 from workbench.errors import LedgerConflict, LedgerError, RolloutFrozen
+from workbench.gateway.answers import SUFFIX, AnswerFile, answer_files
 from workbench.gateway.asked import Asked
 from workbench.gateway.custody import Call, Custodian
 from workbench.gateway.delivery import SSE, Head
@@ -32,10 +33,10 @@ from workbench.gateway.dialects import Dialect
 from workbench.gateway.metrics import Metrics
 from workbench.gateway.presence import Presence
 from workbench.gateway.refusals import Refused
-from workbench.gateway.replay import Answer, Known, ReplayLog
+from workbench.gateway.replay import LOG_SUFFIX, Answer, Known, ReplayLog
 from workbench.gateway.sse import split
 from workbench.ledger import Admitted, Resolution
-from workbench.wire import CaptureAdmission, Cause, RolloutManifest, check_rollout_id
+from workbench.wire import Cause, RolloutManifest, check_rollout_id
 
 if TYPE_CHECKING:
     from workbench.gateway.exchange import Exchange
@@ -56,15 +57,15 @@ class Recording:
         await self._custodian.off_loop(self._log.content_left, self._call_id)
 
     async def answered(self, call: Call, media_type: str, raw: bytes) -> None:
-        admission = call.admitted.admission
+        admitted = call.admitted
         answer = Answer(
             media_type,
-            raw,
-            None if admission is None else admission.model_dump(mode="json"),
-            call.admitted_at,
-            call.admitted.compaction_of,
+            captured=admitted.admission is not None,
+            parent=admitted.resolution.parent,
+            admitted_at=call.admitted_at,
+            compaction_of=admitted.compaction_of,
         )
-        await self._custodian.off_loop(self._log.answered, self._call_id, answer)
+        await self._custodian.off_loop(self._log.answered, self._call_id, answer, raw)
 
     async def ended(self) -> None:
         await self._custodian.off_loop(self._log.ended, self._call_id)
@@ -111,7 +112,13 @@ class Retries:
         self._lock = threading.Lock()
 
     def close(self) -> None:
+        """Blocks. Answers of closed rollouts go with the gateway: nobody is there any more to ask for them."""
         self._presence.close()
+        store = self._custodian.store
+        for rollout_id in answer_files(store.directory, 0.0):
+            if store.frozen(rollout_id):
+                AnswerFile(store.directory / f"{rollout_id}{SUFFIX}").forget()
+                self._custodian.histories.forget(rollout_id)
 
     async def serve(self, asked: Asked, begin: Begin) -> Exchange | Stored:
         """The exchange or the stored answer for a request. Raises what `begin` raises, and `Refused`."""
@@ -138,6 +145,16 @@ class Retries:
         # Not noted, it can only be served once more, to a client that says that it retries.
         with contextlib.suppress(LedgerError, OSError):
             await self._custodian.off_loop(self._log(rollout_id).delivered, call_id)
+
+    async def forget(self, rollout_id: str) -> None:
+        """Keep the answers of a rollout no longer: its harness is done with it."""
+        await self._custodian.off_loop(self._log(rollout_id).forget)
+        await self._custodian.off_loop(self._custodian.histories.forget, rollout_id)
+
+    def sweep(self, idle_s: float) -> None:
+        """Drop the answers of rollouts in which nothing was answered for `idle_s` seconds. Blocks."""
+        for rollout_id in answer_files(self._custodian.store.directory, idle_s):
+            self._log(rollout_id).forget(idle_s)
 
     async def bury(self, rollout_id: str) -> None:
         """Give every call that died with its gateway its failure row. Before a freeze."""
@@ -200,23 +217,34 @@ class Retries:
                 return None
             await asyncio.sleep(POLL_S)
         answer = await self._custodian.off_loop(log.answer, known.call_id)
-        if answer is None or await self._custodian.off_loop(log.state, known.call_id) != "answered":
+        if answer is None:
             return None
-        await self._finish(asked, known, answer)
+        raw = await self._custodian.off_loop(log.bytes_of, answer)
+        if raw is None:
+            # To generate it anew would give this client's call a second, different answer.
+            raise Refused(
+                409,
+                f"This request was answered before (call {known.call_id}), and its answer is no longer kept. Next: "
+                "send it as a new request, without its key and its retry count.",
+                "answer_expired",
+            )
+        await self._finish(asked, known, answer, raw)
         self._metrics.repeated.labels("stored").inc()
-        return Stored(known.call_id, answer.media_type, answer.raw)
+        return Stored(known.call_id, answer.media_type, raw)
 
-    async def _finish(self, asked: Asked, known: Known, answer: Answer) -> None:
+    async def _finish(self, asked: Asked, known: Known, answer: Answer, raw: bytes) -> None:
         """Settle an answered call that a crash kept from its ledger row."""
         log = self._log(asked.rollout_id)
         if known.call_id not in log.unsettled or self._alive(known):
             return
         if not await self._custodian.off_loop(self._has_row, asked.rollout_id, known.call_id):
-            admission = answer.admission and CaptureAdmission.model_validate(answer.admission)
-            resolution = Resolution("unresolved")
-            if admission:
-                resolution = Resolution("resolved" if admission.parent_call_id else "root", admission.parent_call_id)
-            admitted = Admitted(admission or None, resolution, compaction_of=answer.compaction_of)
+            admitted = Admitted(None, Resolution("unresolved"))
+            if answer.captured:
+                admission = await self._custodian.off_loop(
+                    self._custodian.store.readmit, asked.rollout_id, known.call_id, answer.parent
+                )
+                resolution = Resolution("resolved" if answer.parent else "root", answer.parent)
+                admitted = Admitted(admission, resolution, compaction_of=answer.compaction_of)
             call = Call(
                 asked.rollout_id,
                 known.call_id,
@@ -228,7 +256,7 @@ class Retries:
                 asked.after,
                 asked.stored_input,
             )
-            await self._custodian.settle(call, _served(asked.dialect, answer))
+            await self._custodian.settle(call, _served(asked.dialect, answer.media_type, raw))
         log.unsettled.pop(known.call_id, None)
 
     def _has_row(self, rollout_id: str, call_id: str) -> bool:
@@ -278,7 +306,7 @@ class Retries:
         with self._lock:
             log = self._logs.get(check_rollout_id(rollout_id))
             if log is None:
-                path = self._custodian.store.directory / f"{rollout_id}.replay.jsonl"
+                path = self._custodian.store.directory / f"{rollout_id}{LOG_SUFFIX}"
                 log = self._logs[rollout_id] = ReplayLog(path)
                 if len(self._logs) > OPEN_LOGS:
                     self._logs.popitem(last=False)
@@ -290,11 +318,11 @@ def _calls_of(manifest: RolloutManifest) -> set[str]:
     return {row.model_call_id for row in manifest.records} | {row.model_call_id for row in manifest.failures}
 
 
-def _served(dialect: Dialect, answer: Answer) -> Mapping[str, Any]:
-    if answer.media_type != SSE:
-        served = orjson.loads(answer.raw)
+def _served(dialect: Dialect, media_type: str, raw: bytes) -> Mapping[str, Any]:
+    if media_type != SSE:
+        served = orjson.loads(raw)
         return served if isinstance(served, dict) else {}
     assembler = dialect.assembler()
-    for frame in split(answer.raw):
+    for frame in split(raw):
         assembler.feed(frame)
     return assembler.served()

@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 CONTROL_TOKEN = "WORKBENCH_CONTROL_TOKEN"
 WORKER_TOKEN = "WORKBENCH_WORKER_TOKEN"
+# Where the processes of one gateway count together; the name is prometheus_client's.
+METRICS_DIR = "PROMETHEUS_MULTIPROC_DIR"
 
 
 class Sampling(BaseModel):
@@ -27,7 +29,7 @@ class Sampling(BaseModel):
 
 
 class GatewaySettings(BaseModel):
-    """One gateway process. Unknown keys are refused."""
+    """One gateway. Unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -37,7 +39,11 @@ class GatewaySettings(BaseModel):
     """Base address of the policy worker, without `/v1`."""
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
-    """0: any free port, told on stdout."""
+    """0: any free port."""
+    workers: int = Field(1, ge=1, le=64)
+    """Processes that share the port and the ledger directory; a rollout's calls may land on any of them."""
+    control_open: bool = False
+    """Whether the control plane answers other machines too. False: only this one, whatever `host` is."""
     model: str = "policy"
     """Name under which the worker serves the policy."""
     sampling: Sampling = Sampling()
@@ -47,5 +53,9 @@ class GatewaySettings(BaseModel):
     """Longest life of one call, from its admission to its last byte from the worker."""
     coords_timeout_s: float = Field(20.0, gt=0)
     """Longest wait for the worker's acknowledgement once the completion is there."""
+    client_timeout_s: float = Field(30.0, gt=0)
+    """Longest time that a client may take to send one request, from its first byte to its last."""
+    answers_keep_s: float = Field(3600.0, gt=0)
+    """How long a rollout's served answers are kept for requests that come again, counted from its last one."""
     max_body_bytes: int = Field(32 * 2**20, ge=1024)
     """Largest request body; a bigger one is refused with 413."""

@@ -24,11 +24,12 @@ ROLLOUT_HEADER = "x-workbench-rollout"
 @dataclass(frozen=True)
 class Acknowledgement:
     """The worker's answer about one call: `coords` as they came (None: it knows nothing of the call, and `missing` says
-    how), `failure` the typed cause of a failed capture."""
+    how), `failure` the typed cause of a failed capture, `staged_s` how long the staging took."""
 
     coords: Any
     failure: dict[str, Any] | None = None
     missing: str = ""
+    staged_s: float | None = None
 
 
 class Upstream:
@@ -82,7 +83,12 @@ class Upstream:
                         )
                         if answer.status_code == 200:
                             payload = orjson.loads(answer.content)
-                            return Acknowledgement(payload.get("coords"), payload.get("failure"))
+                            staged_s = payload.get("staged_s")
+                            return Acknowledgement(
+                                payload.get("coords"),
+                                payload.get("failure"),
+                                staged_s=staged_s if isinstance(staged_s, float) else None,
+                            )
                         why = f"the worker answered {answer.status_code}"
                         if answer.status_code < 500:
                             return Acknowledgement(None, missing=why)

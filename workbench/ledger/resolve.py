@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import orjson
 
-from workbench.wire import FINGERPRINT_VERSION, CallRecord, assistant_fingerprint, conversation_digest
+from workbench.wire import FINGERPRINT_VERSION, CallRecord, CaptureAdmission, assistant_fingerprint, conversation_digest
 from workbench.wire.fingerprints import is_model_authored
 
 Items = Sequence[Mapping[str, Any]]
@@ -59,6 +59,25 @@ class Resolution:
     staging_chain: tuple[str, ...] = ()
     chain_hash: str = ""
     candidates: tuple[str, ...] = ()
+
+    @classmethod
+    def to(cls, row: CustodyRow) -> Resolution:
+        """Resolved to this call."""
+        record = row.record
+        return cls("resolved", record.model_call_id, record.cum_len, row.staging_chain, record.chain_hash)
+
+    def admission(self, rollout_id: str, model_call_id: str) -> CaptureAdmission:
+        """What a call of this outcome, root or resolved, may start from."""
+        child = self.status == "resolved"
+        return CaptureAdmission(
+            rollout_id=rollout_id,
+            model_call_id=model_call_id,
+            parent_call_id=self.parent,
+            prev_len=self.prev_len,
+            mode="token_in" if child else "text",
+            staging_chain=list(self.staging_chain),
+            parent_chain_hash=self.chain_hash if child else None,
+        )
 
 
 @dataclass
@@ -134,13 +153,7 @@ def resolve(
             "unresolved", candidates=tuple(sorted(row.record.model_call_id for row in sequences.values()))
         )
     (row,) = sequences.values()
-    return Resolution(
-        "resolved",
-        parent=row.record.model_call_id,
-        prev_len=row.record.cum_len,
-        staging_chain=row.staging_chain,
-        chain_hash=row.record.chain_hash,
-    )
+    return Resolution.to(row)
 
 
 def _one_turn(items: Items) -> bool:

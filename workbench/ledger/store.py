@@ -125,10 +125,7 @@ class LedgerStore:
         """
         rollout = self._rollout(rollout_id)
         with rollout.lock:
-            if rollout.frozen_path.exists():
-                raise RolloutFrozen(
-                    f"Rollout {rollout_id} is frozen: its trajectory is closed and call {model_call_id} came too late."
-                )
+            self.check_open(rollout_id)
             rollout.journal.refresh()
             conversation_digest(request_items)  # what cannot be recorded afterwards is refused before it is generated
             if replaces_response_id is not None:
@@ -148,9 +145,7 @@ class LedgerStore:
                     # A history that this rollout was seeded with: nothing of it was sampled here.
                     resolution = Resolution("root")
             if resolution.status != "unresolved":
-                return Admitted(
-                    self._admission(rollout_id, model_call_id, resolution), resolution, compaction_of=replaced
-                )
+                return Admitted(resolution.admission(rollout_id, model_call_id), resolution, compaction_of=replaced)
             drift = diagnose_drift(
                 read_items(rollout.items_path),
                 request_items,
@@ -161,6 +156,24 @@ class LedgerStore:
             self.record_failure(rollout_id, model_call_id, Cause.UNRESOLVED_PARENT, str(drift.cause))
             self.event(rollout_id, "drift", model_call_id=model_call_id, **drift.as_dict())
             return Admitted(None, resolution, drift)
+
+    def readmit(self, rollout_id: str, model_call_id: str, parent_call_id: str | None) -> CaptureAdmission:
+        """The admission that a call was given when it was resolved to this parent (None: it is a root).
+
+        For whoever finishes a call that another process admitted. Raises `LedgerConflict` for a parent without a row.
+        """
+        rollout = self._rollout(rollout_id)
+        with rollout.lock:
+            rollout.journal.refresh()
+            if parent_call_id is None:
+                return Resolution("root").admission(rollout_id, model_call_id)
+            parent = rollout.index.custody.get(parent_call_id)
+            if parent is None:
+                raise LedgerConflict(
+                    f"{rollout.path.name}: call {model_call_id} was resolved to call {parent_call_id}, which has no "
+                    "custody row."
+                )
+            return Resolution.to(parent).admission(rollout_id, model_call_id)
 
     def record(
         self,
@@ -225,6 +238,11 @@ class LedgerStore:
 
     def frozen(self, rollout_id: str) -> bool:
         return self._rollout(rollout_id).frozen_path.exists()
+
+    def check_open(self, rollout_id: str) -> None:
+        """Raise `RolloutFrozen` after `freeze`."""
+        if self.frozen(rollout_id):
+            raise RolloutFrozen(f"Rollout {rollout_id} is frozen: its trajectory is closed, so this call is too late.")
 
     def event(self, rollout_id: str, kind: str, **fields: Any) -> None:
         """Append one durable line to the rollout's events, beside the ledger."""
@@ -309,19 +327,6 @@ class LedgerStore:
     def _serving_call(rollout: _Rollout, response_id: str) -> str | None:
         calls = [row for row in rollout.index.custody.values() if row.record.response_id == response_id]
         return calls[0].record.model_call_id if len(calls) == 1 else None
-
-    @staticmethod
-    def _admission(rollout_id: str, model_call_id: str, resolution: Resolution) -> CaptureAdmission:
-        child = resolution.status == "resolved"
-        return CaptureAdmission(
-            rollout_id=rollout_id,
-            model_call_id=model_call_id,
-            parent_call_id=resolution.parent,
-            prev_len=resolution.prev_len,
-            mode="token_in" if child else "text",
-            staging_chain=list(resolution.staging_chain),
-            parent_chain_hash=resolution.chain_hash if child else None,
-        )
 
     @staticmethod
     def _manifest(rollout_id: str, rollout: _Rollout) -> RolloutManifest:
