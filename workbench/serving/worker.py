@@ -215,7 +215,7 @@ class PolicyServer:
             quiet = time.perf_counter()
             timings = {"quiet_s": quiet - began}
             if self.config.engine == "vllm":
-                self._check_alive()
+                self.check_alive()
                 timings |= await self._load(path)
             self._version = version
         return timings | {"total_s": time.perf_counter() - began}
@@ -224,7 +224,8 @@ class PolicyServer:
         """Let calls sample again after `update_weights(…, hold=True)`."""
         self.gate.open()
 
-    def _check_alive(self) -> None:
+    def check_alive(self) -> None:
+        """Raise `ComponentDied` where the engine, which is a process of its own, is gone."""
         if self.config.engine == "vllm" and (self.engine is None or self.engine.errored):
             raise ComponentDied(
                 "The engine of the policy worker is gone. Next: its last words are in the worker's log."
@@ -241,7 +242,7 @@ class PolicyServer:
                 f"The engine did not load {path} within {self.config.load_timeout_s:g} s; its weights are in doubt."
             ) from error
         except Exception as error:
-            self._check_alive()
+            self.check_alive()
             raise WeightSyncError(f"The engine could not load {path}: {error}") from error
         # With requests still holding blocks the engine would keep old keys and values and only warn about it.
         if not await self.engine.reset_prefix_cache(reset_running_requests=True):
@@ -254,7 +255,7 @@ class PolicyServer:
             raise CaptureError("The scripted engine has no model, so it cannot score tokens; skip the proof with it.")
         from workbench.serving import vllm_runtime
 
-        self._check_alive()
+        self.check_alive()
         if self.gate.held:
             # Calls are kept back for exactly this: the new weights are scored before anything is sampled from them.
             return await vllm_runtime.score(self.engine, token_ids)
@@ -339,6 +340,10 @@ class PolicyWorker:
 
     async def status(self) -> dict[str, Any]:
         return self._server.status()
+
+    async def check(self) -> None:
+        """Raise ComponentDied where the engine is gone."""
+        self._server.check_alive()
 
     async def stop(self) -> None:
         await self._server.stop()
