@@ -3,8 +3,8 @@
     events.jsonl + groups.jsonl + steps.jsonl + the parts of groups and steps  ──read_left_off──▶  LeftOff
 
 Which record commits what; everything else can be made up for from these two:
-- a *group* is finished when `receipts/<group>.jsonl` is there, the last of its three parts. Its line in groups.jsonl may
-  be missing. A group without it is sampled again as a new attempt: its staged calls were in memory and are gone.
+- a *group* is finished when `receipts/<group>.jsonl` is there, the last of its three parts. Its line in groups.jsonl
+  may be missing. A group without it is sampled again as a new attempt: its staged calls were in memory and are gone.
 - a *step* is taken when `train/step-<n>.parquet` is there. The trainer writes it after the optimiser's step and before
   anything else hears of it; the step's line in steps.jsonl and its checkpoint may be missing.
 So a finished group that stands in no step's part is waiting, one that stands in a part is trained, and none is both.
@@ -14,6 +14,8 @@ Not here: going on from there (resume), the trainer's weights (train.restore).
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +25,8 @@ from workbench.errors import RunStoreError
 from workbench.runs.custody import ledger_files, rollout_of
 from workbench.runs.frames import read_lines, read_parts
 
+# The end of a rollout id: <run>.<group>.<index>.<attempt>.
+_PLACE = re.compile(r"\.(?P<group>\d+)\.\d+\.(?P<attempt>\d+)$")
 _PARTS = {"calls": "parquet", "rows": "parquet", "receipts": "jsonl"}
 
 
@@ -34,6 +38,8 @@ class OpenGroup:
     """
 
     group_id: str
+    rollout_ids: list[str]
+    """Of the attempt that was made, in index order; the keys of its rows when it is finished."""
     number: int
     attempt: int
     finished: bool
@@ -89,7 +95,7 @@ def read_left_off(run_dir: Path) -> LeftOff:
         steps_done=len(trained),
         unrecorded={step: groups for step, groups in sorted(trained.items()) if step not in step_lines},
         open_groups=sorted(open_groups, key=lambda group: group.number),
-        next_group=max((number for number in attempts), default=-1) + 1,
+        next_group=max(attempts, default=-1) + 1,
         segments=kinds["started"],
         replaced=kinds["group_replaced"],
         evicted=kinds["group_evicted"],
@@ -100,8 +106,6 @@ def read_left_off(run_dir: Path) -> LeftOff:
 
 def remove_unfinished(left: LeftOff) -> list[str]:
     """Remove what `unfinished_parts` names, so that a new attempt finds its place free; returns the names."""
-    import shutil
-
     for path in left.unfinished_parts:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -153,8 +157,9 @@ def _attempts(run_dir: Path, started: dict[str, dict[str, Any]]) -> dict[int, in
     ids += [rollout_of(path) for path in ledger_files(run_dir / "ledger")]
     attempts: dict[int, int] = {}
     for rollout_id in ids:
-        _, number, _, attempt = rollout_id.rsplit(".", 3)
-        attempts[int(number)] = max(attempts.get(int(number), 0), int(attempt))
+        if place := _PLACE.search(rollout_id):
+            number, attempt = int(place["group"]), int(place["attempt"])
+            attempts[number] = max(attempts.get(number, 0), attempt)
     return attempts
 
 
@@ -162,10 +167,14 @@ def _open_group(
     run_dir: Path, event: dict[str, Any], attempts: dict[int, int], line: dict[str, Any] | None
 ) -> OpenGroup:
     group_id = event["group_id"]
-    number = int(event["rollout_ids"][0].rsplit(".", 3)[1])
+    place = _PLACE.search(event["rollout_ids"][0])
+    if place is None:
+        raise RunStoreError(f"{run_dir}: group {group_id} was started with the rollout id {event['rollout_ids'][0]!r}")
+    number = int(place["group"])
     version = (line or event).get("weight_version")
     return OpenGroup(
         group_id=group_id,
+        rollout_ids=event["rollout_ids"],
         number=number,
         attempt=attempts[number] + 1,
         finished=_is_finished(run_dir, group_id),

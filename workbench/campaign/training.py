@@ -49,18 +49,18 @@ class TrainPump:
             synced = await state.weights.advance(step)
         measured = trained | synced | {"groups_evicted": evicted}
         self._record(step, taken, measured, waited_s=waited_s, trained_s=trained_s)
-        await self._checkpoint(step)
+        every = state.recipe.checkpoint.every
+        if every and (step % every == 0 or step == train.steps):
+            await self.checkpoint(step)
 
-    async def _checkpoint(self, step: int) -> None:
-        """Have the trainer write a checkpoint where one is due; groups are sampled meanwhile."""
+    async def checkpoint(self, step: int) -> None:
+        """Have the trainer write a checkpoint of `step`, its last one; groups are sampled meanwhile."""
         state, recipe = self._state, self._state.recipe
-        every = recipe.checkpoint.every
-        if every and (step % every == 0 or step == recipe.train.steps):
-            saving = state.fleet.trainer.save_checkpoint.remote(step, recipe.checkpoint.keep)
-            with state.watch.doing(f"step {step}", "checkpoint"):
-                saved = await within(saving, recipe.train.timeout_s, "the trainer", f"the checkpoint of step {step}")
-            state.watch.moved()
-            state.writer.event("checkpoint", step=step, seconds=saved["seconds"])
+        saving = state.fleet.trainer.save_checkpoint.remote(step, recipe.checkpoint.keep)
+        with state.watch.doing(f"step {step}", "checkpoint"):
+            saved = await within(saving, recipe.train.timeout_s, "the trainer", f"the checkpoint of step {step}")
+        state.watch.moved()
+        state.writer.event("checkpoint", step=step, seconds=saved["seconds"])
 
     def _record(
         self, step: int, taken: list[Entry], measured: dict[str, Any], *, waited_s: float, trained_s: float
