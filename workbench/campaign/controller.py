@@ -21,7 +21,7 @@ from typing import Any
 from workbench.actors import within
 from workbench.campaign.environments import make_environment
 from workbench.campaign.fleet import Fleet
-from workbench.campaign.left_off import LeftOff, read_left_off, remove_unfinished
+from workbench.campaign.left_off import NOTHING_YET, LeftOff, read_left_off, remove_unfinished
 from workbench.campaign.resume import catch_up
 from workbench.campaign.rollouts import RolloutPlayer
 from workbench.campaign.sampling import RolloutPump
@@ -65,8 +65,8 @@ async def run_campaign(
     if not resume and (run_dir / "steps.jsonl").exists():
         raise SetupError(f"{run_dir} already holds a run. Next: choose another name (--run NAME), or move it away.")
     with RunWriter(run_dir) as writer:
-        left = _take_over(run_dir, writer) if resume else None
-        writer.status(status="running", phase="set-up", run=run_dir.name, resumed=left.segments if left else 0)
+        left = _take_over(run_dir, writer) if resume else NOTHING_YET
+        writer.status(status="running", phase="set-up", run=run_dir.name, resumed=left.segments)
         store_recipe(run_dir, recipe.model_dump(mode="json"))
         try:
             on_phase = partial(_say_phase, writer)
@@ -94,8 +94,8 @@ class Campaign:
         self.environment = make_environment(recipe)
         self.state = CampaignState.begin(recipe, fleet, writer)
 
-    async def run(self, left: LeftOff | None = None) -> CampaignResult:
-        """Run to the last step, from where a stopped run was `left` off where there is one.
+    async def run(self, left: LeftOff = NOTHING_YET) -> CampaignResult:
+        """Run to the last step, from where a stopped run was `left` off.
 
         Raises what ended it before: one plain error, whatever failed at the same time.
         """
@@ -112,12 +112,10 @@ class Campaign:
         )
         failure: BaseException | None = None
         try:
-            training = TrainPump(state)
-            sampling = RolloutPump(state, player, self.environment)
-            if left is not None:
+            training = TrainPump(state, left.steps_done)
+            if left.segments:
                 await catch_up(state, training, left)
-                sampling = RolloutPump(state, player, self.environment, left.next_group, left.open_groups)
-            await self._run_pumps(sampling, training, left.steps_done if left is not None else 0)
+            await self._run_pumps(RolloutPump(state, player, self.environment, left), training)
             await self._sweep_up()
         except BaseExceptionGroup as group:
             failure = _first_cause(group)
@@ -143,7 +141,7 @@ class Campaign:
         )
         return CampaignResult(self.fleet.run_dir, recipe.train.steps, state.weights.version, state.replaced)
 
-    async def _run_pumps(self, sampling: RolloutPump, training: TrainPump, steps_done: int) -> None:
+    async def _run_pumps(self, sampling: RolloutPump, training: TrainPump) -> None:
         watch, every_s = self.state.watch, self.recipe.deadlines.heartbeat_s
         async with asyncio.TaskGroup() as tasks:
             watches = [
@@ -155,8 +153,8 @@ class Campaign:
                     for part, beat in self.fleet.heartbeats().items()
                 ),
             ]
-            rollouts = tasks.create_task(sampling.run(steps_done))
-            await training.run(steps_done)
+            rollouts = tasks.create_task(sampling.run())
+            await training.run()
             await rollouts
             for task in watches:
                 task.cancel()

@@ -60,12 +60,16 @@ class LeftOff:
     next_group: int
     """Number of the first group that was never started."""
     segments: int
-    """How often the run was started or resumed before."""
+    """How often the run was begun or gone on with before; 0 for a new run alone."""
     replaced: int = 0
     evicted: int = 0
     rejections: Counter[str] = field(default_factory=Counter)
     unfinished_parts: list[Path] = field(default_factory=list)
     """Parts of groups that are not finished, and drafts of files that were being written."""
+
+
+NOTHING_YET = LeftOff(steps_done=0, unrecorded={}, open_groups=[], next_group=0, segments=0)
+"""Where a new run stands."""
 
 
 def read_left_off(run_dir: Path) -> LeftOff:
@@ -96,7 +100,7 @@ def read_left_off(run_dir: Path) -> LeftOff:
         unrecorded={step: groups for step, groups in sorted(trained.items()) if step not in step_lines},
         open_groups=sorted(open_groups, key=lambda group: group.number),
         next_group=max(attempts, default=-1) + 1,
-        segments=kinds["started"],
+        segments=max(1, kinds["started"]),
         replaced=kinds["group_replaced"],
         evicted=kinds["group_evicted"],
         rejections=Counter(str(e["cause"]) for e in events if e.get("kind") == "rollout_rejected"),

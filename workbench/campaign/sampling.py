@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from workbench.campaign.environments import Environment
-from workbench.campaign.left_off import OpenGroup
+from workbench.campaign.left_off import NOTHING_YET, LeftOff, OpenGroup
 from workbench.campaign.rollouts import RolloutPlan, RolloutPlayer
 from workbench.campaign.state import CampaignState
 from workbench.errors import RunStoreError, WorkbenchError
@@ -31,31 +31,26 @@ from workbench.train.buffer import Discarded
 class RolloutPump:
     """Plays `groups_per_step` groups for every step.
 
-    `next_group` is the number of the first group it starts; `left_open` are groups of a stopped run that come before
-    it: the finished ones are published again, the others are played again.
+    Of a stopped run the groups that were `left` open come first: finished ones are published again, the others played.
     """
 
     def __init__(
-        self,
-        state: CampaignState,
-        player: RolloutPlayer,
-        environment: Environment,
-        next_group: int = 0,
-        left_open: Sequence[OpenGroup] = (),
+        self, state: CampaignState, player: RolloutPlayer, environment: Environment, left: LeftOff = NOTHING_YET
     ) -> None:
         self._state = state
         self._player = player
         self._environment = environment
-        self._next_group = next_group
-        self._left_open = deque(left_open)
+        self._steps_done = left.steps_done
+        self._left_open = deque(left.open_groups)
+        self._next_group = left.next_group
         self._slots = asyncio.Semaphore(state.recipe.rollouts.max_inflight_groups)
 
-    async def run(self, steps_done: int = 0) -> None:
-        """Start the groups of every step after `steps_done` in order, each as soon as its staleness bound allows."""
+    async def run(self) -> None:
+        """Start the groups of all steps still to come, in order, each as soon as its staleness bound allows."""
         train = self._state.recipe.train
         async with asyncio.TaskGroup() as groups:
             self._state.supply.on_evicted = partial(self._replace, groups)
-            for step in range(steps_done + 1, train.steps + 1):
+            for step in range(self._steps_done + 1, train.steps + 1):
                 await self._state.weights.reached(step - 1 - train.max_staleness)
                 for _ in range(train.groups_per_step):
                     await self._slots.acquire()

@@ -18,14 +18,15 @@ from workbench.train.buffer import Entry
 
 
 class TrainPump:
-    """One optimiser step after the other."""
+    """One optimiser step after the other, after the `steps_done` of a stopped run."""
 
-    def __init__(self, state: CampaignState) -> None:
+    def __init__(self, state: CampaignState, steps_done: int = 0) -> None:
         self._state = state
+        self._steps_done = steps_done
 
-    async def run(self, steps_done: int = 0) -> None:
-        """Take every step after `steps_done`."""
-        for step in range(steps_done + 1, self._state.recipe.train.steps + 1):
+    async def run(self) -> None:
+        """Take every step that is still to come."""
+        for step in range(self._steps_done + 1, self._state.recipe.train.steps + 1):
             await self._step(step)
 
     async def _step(self, step: int) -> None:
