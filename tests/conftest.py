@@ -52,3 +52,18 @@ def tiny_model(smollm2):
     from workbench.models import build
 
     return build("tiny")
+
+
+# -- notebooks: executed once a session, for all that look at the result ----------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def executed_notebooks(tmp_path_factory):
+    """The shipped notebooks by name, executed with static views: name -> path."""
+    import sys
+    from pathlib import Path
+
+    sys.path.insert(0, str(Path(__file__).parent / "notebooks"))
+    from record_expected import NOTEBOOKS, execute_all
+
+    return execute_all(NOTEBOOKS, tmp_path_factory.mktemp("executed"))

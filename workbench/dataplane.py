@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from workbench.errors import ComponentDied, DeadlineExceeded, SetupError, WorkbenchError
 
 if TYPE_CHECKING:
@@ -196,6 +198,19 @@ async def get(
         keys=list(keys), partition_id=partition, select_fields=None if fields is None else list(fields)
     )
     return await _within(call, deadline_s, f"get of {_named(keys)} from {partition}")
+
+
+def split_rows(batch: TensorDict) -> list[dict[str, np.ndarray]]:
+    """Rows of a TransferQueue batch as numpy columns, whatever container each column came back in."""
+    names = sorted(map(str, batch.keys()))
+    if not names:
+        return []
+    columns = {}
+    for name in names:
+        column = batch.get(name)
+        rows = column.unbind() if hasattr(column, "unbind") and hasattr(column, "dtype") else column.tolist()
+        columns[name] = [np.asarray(row) for row in rows]
+    return [{name: columns[name][i] for name in names} for i in range(batch.batch_size[0])]
 
 
 async def clear(partition: str, keys: Sequence[str], *, deadline_s: float) -> None:

@@ -14,6 +14,7 @@
     │   ├── LedgerConflict              a different row for a call that is already recorded
     │   ├── LedgerCorrupt               a broken line before others
     │   └── RolloutFrozen               a call after freeze
+    ├── EchoLost                        a response of the token-echo arm came without ids or log-probs
     ├── StagingError                    a staged row is missing, unreadable or not what was asked for
     ├── ReceiptRejected                 a rollout does not verify; carries cause, call_id, position
     ├── FinalizerError
@@ -89,6 +90,10 @@ class LedgerCorrupt(LedgerError):
 
 class RolloutFrozen(LedgerError):
     """A new call for a rollout whose trajectory is already closed."""
+
+
+class EchoLost(WorkbenchError):
+    """A response of the token-echo arm came without its ids or log-probs; names the field."""
 
 
 class StagingError(WorkbenchError):

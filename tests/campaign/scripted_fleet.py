@@ -11,13 +11,13 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from workbench import runs
+from workbench import dataplane, runs
 from workbench.campaign.controller import CampaignResult, run_campaign
 from workbench.campaign.fleet import Fleet
 from workbench.campaign.proof import SyncProof
@@ -39,22 +39,32 @@ class ScriptedFleet(Fleet):
         return SyncProof(version, 0.0, 0.0)
 
 
+REAL_DEADLINES = os.environ.get("SOAK_DEADLINES") == "real"
+SHORT_DEADLINES = (
+    "finalizer.timeout_s=20", "data_plane.send_recv_timeout_s=5", "data_plane.max_attempts=1",
+    "data_plane.sweep_every_s=0.5", "deadlines.heartbeat_s=0.2", "deadlines.control_s=10", "deadlines.stop_s=10",
+    "rollouts.timeout_s=20", "gateway.request_timeout_s=20", "train.sync_timeout_s=20", "train.timeout_s=60",
+)  # fmt: skip
+
+
 def scripted_recipe(folder: Path, *overrides: str, delay_s: float = 0.1) -> Recipe:
-    """The smoke recipe on a scripted engine that answers after `delay_s`, with deadlines of a few seconds."""
+    """The smoke recipe on a scripted engine that takes `delay_s` a call; deadlines of a few seconds, or the real ones
+    where the environment says SOAK_DEADLINES=real."""
     script = folder / "script.jsonl"
     script.write_text("\n".join(json.dumps({"text": text, "delay_s": delay_s}) for text in REPLIES))
-    return load_recipe(
-        "cpu_smoke",
-        [
-            "engine.kind=scripted", f"engine.script_path={script}",
-            "finalizer.actors=2", "finalizer.timeout_s=20",
-            "data_plane.send_recv_timeout_s=5", "data_plane.max_attempts=1", "data_plane.sweep_every_s=0.5",
-            "deadlines.heartbeat_s=0.2", "deadlines.control_s=10", "deadlines.stop_s=10",
-            "rollouts.timeout_s=20", "rollouts.stall_timeout_s=60", "gateway.request_timeout_s=20",
-            "train.sync_timeout_s=20", "train.timeout_s=60", "train.threads=1",
-            *overrides,
-        ],
-    )  # fmt: skip
+    fixed = ("engine.kind=scripted", f"engine.script_path={script}", "finalizer.actors=2", "train.threads=1")
+    return load_recipe("cpu_smoke", [*fixed, *(() if REAL_DEADLINES else SHORT_DEADLINES), *overrides])
+
+
+@contextlib.contextmanager
+def own_data_plane() -> Iterator[None]:
+    """The shared Ray without the shared data plane: a campaign starts and stops its own."""
+    shared = dataplane._connected
+    dataplane.stop()
+    yield
+    dataplane.stop()
+    if shared:
+        dataplane.start(storage_units=2, send_recv_timeout_s=5.0, max_attempts=1, start_timeout_s=90.0)
 
 
 class Running:

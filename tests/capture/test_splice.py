@@ -111,6 +111,22 @@ async def test_cut_tool_call_turn_gets_the_end_of_turn() -> None:
     assert tail.startswith("<|im_end|>\n<|im_start|>user\n<tool_response>")
 
 
+@pytest.mark.parametrize("content", [None, ""])
+@pytest.mark.parametrize("cut", [False, True])
+async def test_a_tool_call_turn_ends_where_its_text_ends_on_a_template_without_tool_calls(
+    content: str | None, cut: bool
+) -> None:
+    chat = Chat("chatml")
+    said = chat.encode('[{"name": "search", "parameters": {"query": "Rome"}}]')
+    parent = chat.after_turn([USER], said if cut else [*said, chat.end])
+    turn = {"role": "assistant", "content": content, "tool_calls": [CALL]}
+    prompt = await chat.child(parent, [USER, turn, {"role": "tool", "tool_call_id": "c1", "content": "rain"}])
+    assert prompt[: len(parent)] == parent
+    assert chat.tokenizer.decode(prompt[len(parent) :]) == (
+        ("<|im_end|>" if cut else "") + "\n<|im_start|>tool\nrain<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
 async def test_no_unique_boundary_is_a_failure_and_the_agent_is_served() -> None:
     for kind in ("twice", "forgets"):
         chat = Chat(kind)

@@ -241,3 +241,24 @@ def test_the_verifier_itself_is_what_is_used():
     assert np.array_equal(verify_and_linearize(receipt, grown.staged).token_ids, grown.ids["c1"])
     with pytest.raises(ReceiptRejected):
         verify_and_linearize(receipt, grown.staged[:1])
+
+
+async def test_spans_of_a_call_that_straddled_a_weight_update_reach_the_row():
+    grown = chain(0, turns=1)
+    sampling = {"temperature": 0.6, "top_p": 1.0, "logprobs_mode": "processed_logprobs", "seed": 5}
+    grown.call("c0", extras={"weight_spans": [[0, 3, 2], [3, 7, 3]], "sampling": sampling}, weight_version=2)
+    made = await run([outcome(0, grown)], [grown])
+    row, summary = made.rows[0], made.summaries[0]
+    assert row.weight_version_spans == [["c0", 0, 12, 0], ["c1", 12, 20, 2], ["c1", 20, 24, 3]]
+    assert (row.weight_versions, summary.weight_version_min, summary.weight_version_max) == ([0, 2], 0, 3)
+    assert row.tags(9)["weight_version_max"] == 3
+    assert row.sampling == [{}, {"temperature": 0.6, "top_p": 1.0, "logprobs_mode": "processed_logprobs"}]
+
+
+@pytest.mark.parametrize("spans", [[[0, 6, 2]], [[0, 3, 2], [4, 7, 3]], [[0, 7, "2"]], [[0, 7]], 7, [[0, 7, -1]]])
+async def test_spans_that_do_not_tile_the_generation_make_a_placeholder(spans):
+    grown = chain(0, turns=1)
+    grown.call("c0", extras={"weight_spans": spans})
+    made = await run([outcome(0, grown)], [grown])
+    assert (made.rows[0].sample_mask, made.summaries[0].cause) == (0, Cause.INVALID_SNAPSHOT)
+    assert made.summaries[0].call_id == "c1" and "7 generated tokens" in made.summaries[0].detail

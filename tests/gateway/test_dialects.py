@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,11 @@ import anthropic
 import openai
 import pytest
 import pytest_asyncio
-from capture.templates import QWEN
 from dialogues import DIALOGUES, SCRIPT
+from tool_template import with_tool_template
 from transformers import AutoTokenizer
 
 from conftest import Stack, stack_in, until
-from workbench import models
 from workbench.finalizer.verify import verify_and_linearize
 from workbench.ledger import assemble_receipt
 
@@ -29,17 +27,6 @@ FAULTS = [
     {"rollout": "nan.*", "text": "not a number", "fault": "nan_logprob", "at": 1},
     {"rollout": "same.*", "text": "the same again"},
 ]
-
-
-def with_tool_template(folder: Path) -> Path:
-    """The tiny model's tokenizer with a template that renders tool calls."""
-    folder.mkdir()
-    for path in Path(models.build("tiny")).iterdir():
-        if "token" in path.name or path.name == "config.json":
-            (folder / path.name).write_bytes(path.read_bytes())
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": QWEN}))
-    return folder
 
 
 def twins(model: Path) -> list[dict[str, Any]]:

@@ -1,15 +1,17 @@
 """Record expected: execute the shipped notebooks and keep what their checked cells say.
 
-    python tests/notebooks/record_expected.py
+    python tests/notebooks/record_expected.py [NAME…]
 
-A cell tagged `nbval-check-output` is compared with what is kept here; all others only have to run. Pictures are left
-out: their numbers stand in the text that is kept.
+A cell tagged `nbval-check-output` is compared with what is kept here; all others only have to run. Inspectors show
+their static form, as in a report. Pictures are left out: their numbers stand in the text that is kept.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -19,35 +21,67 @@ from workbench.campaign.kernel import OwnKernel
 from workbench.places import shipped
 
 HERE = Path(__file__).resolve().parent
-NOTEBOOKS = ("00_start_here.ipynb", "10_campaign.ipynb")
+NOTEBOOKS = tuple(sorted(path.name for path in shipped("notebooks").glob("*.ipynb")))
 CHECKED = "nbval-check-output"
+TIMEOUT_S = 100
 
 
-def record(name: str) -> Path:
-    """Execute one notebook and write its expected form."""
+def environment() -> dict[str, str]:
+    """What a kernel of these tests is told: this very checkout, and static views."""
+    return {
+        **os.environ,
+        "WORKBENCH_DISPLAY": "static",
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+    }
+
+
+def execute(name: str) -> nbformat.NotebookNode:
+    """One shipped notebook, executed as it is. Raises nbclient's CellExecutionError for a cell that fails."""
     notebook = nbformat.read(shipped("notebooks") / name, as_version=4)
     kernel = OwnKernel()
+    client = NotebookClient(
+        notebook, km=kernel.manager, timeout=TIMEOUT_S, store_widget_state=False, coalesce_streams=True
+    )
     try:
-        NotebookClient(notebook, km=kernel.manager, store_widget_state=False, coalesce_streams=True).execute()
+        client.execute(env=environment())
     finally:
         kernel.end()
     for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+    notebook.metadata.pop("language_info", None)
+    return notebook
+
+
+def execute_all(names: Iterable[str], folder: Path) -> dict[str, Path]:
+    """Execute notebooks, two at a time, into a folder."""
+
+    def one(name: str) -> Path:
+        nbformat.write(execute(name), folder / name)
+        return folder / name
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(names, pool.map(one, names), strict=True))
+
+
+def is_checked(cell: nbformat.NotebookNode) -> bool:
+    return cell.cell_type == "code" and CHECKED in cell.metadata.get("tags", [])
+
+
+def kept_of(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """The expected form of an executed notebook: the text of checked cells, and no other output."""
+    for cell in notebook.cells:
         if cell.cell_type != "code":
             continue
-        cell.metadata.pop("execution", None)
-        kept = cell.outputs if CHECKED in cell.metadata.get("tags", []) else []
-        cell.outputs = [output for output in kept if output.output_type != "error"]
+        cell.outputs = [output for output in cell.outputs if is_checked(cell) and output.output_type != "error"]
         for output in cell.outputs:
             output.get("data", {}).pop("image/png", None)
             output.get("metadata", {}).pop("image/png", None)
-    notebook.metadata.pop("language_info", None)
-    path = HERE / "expected" / name
-    path.parent.mkdir(exist_ok=True)
-    nbformat.write(notebook, path)
-    return path
+    return notebook
 
 
 if __name__ == "__main__":
-    os.environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-    for name in NOTEBOOKS:
-        print(record(name))
+    for chosen in sys.argv[1:] or NOTEBOOKS:
+        path = HERE / "expected" / chosen
+        path.parent.mkdir(exist_ok=True)
+        nbformat.write(kept_of(execute(chosen)), path)
+        print(path)

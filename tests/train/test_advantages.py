@@ -78,6 +78,11 @@ def test_gdpo_keeps_apart_what_a_sum_would_merge():
     np.testing.assert_allclose(weighted[:4], scaled[0], rtol=1e-12)
 
 
+def test_rewards_of_gdpo_that_cancel_leave_nothing():
+    rewards = [[1.0, 0.1], [0.0, 0.9], [0.3, 0.66]]
+    np.testing.assert_array_equal(advantages("gdpo", rewards, ["g"] * 3, [1, 1, 1]), np.zeros(3))
+
+
 def test_a_reward_of_gdpo_that_is_equal_in_a_group_contributes_nothing():
     rewards = np.array([[1.0, 0.95], [0.0, 0.95 + 1e-8]])
     both = advantages("gdpo", rewards, ["g", "g"], [1, 1], normalize_batch=False)

@@ -90,6 +90,47 @@ def run(recipe: str, overrides: tuple[str, ...], run_name: str | None) -> None:
     sys.exit(runner.run_recipe(recipe, overrides, run_name))
 
 
+@main.command("serve", epilog=RECIPE_HELP)
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--run", "run_name", help="Name of the run's directory; default: serve- and the recipe's name, numbered.")
+def serve_recipe(recipe: str, overrides: tuple[str, ...], run_name: str | None) -> None:
+    """Serve the policy to an agent of your own, captured."""
+    from workbench.campaign.doctor import before_a_run
+    from workbench.campaign.runner import new_run_dir
+
+    checked = checked_recipe(recipe, overrides)
+    for finding in before_a_run(checked, training=False):
+        if not finding.good:
+            raise SetupError(f"{finding.what}: {finding.found}; {finding.cure}")
+    run_dir = new_run_dir(checked.reports.dir, run_name or f"serve-{checked.name}", named=run_name is not None)
+    from workbench.campaign.serve import serve
+
+    sys.exit(serve(checked, run_dir))
+
+
+@main.command()
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("rollouts", nargs=-1, required=True, metavar="ROLLOUT...")
+@click.option("--terminal", "terminals", multiple=True, metavar="ID", help="Response or call id that ends the rollout.")
+@click.option("--reward", "rewards", multiple=True, type=float, metavar="R", help="The rollout's reward.")
+@click.option("--group", metavar="NAME", help="Name of the group that is stored; default: the first rollout's.")
+def receipt(
+    run_dir: Path, rollouts: tuple[str, ...], terminals: tuple[str, ...], rewards: tuple[float, ...], group: str | None
+) -> None:
+    """Close rollouts of a served run, verify and store them.
+
+    While its server runs. Several rollouts make one group; --terminal and --reward are then repeated in their order.
+    Exit 1 when one was rejected.
+    """
+    from workbench.campaign.ask_receipt import ask_receipt, verdict_text
+
+    verdicts = ask_receipt(run_dir, rollouts, terminals=terminals, rewards=rewards, group=group)
+    for verdict in verdicts:
+        click.echo(verdict_text(verdict, run_dir))
+    sys.exit(0 if all(verdict.verified for verdict in verdicts) else 1)
+
+
 @main.command()
 @click.argument("run_dir", metavar="RUN")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")

@@ -165,7 +165,7 @@ class Campaign:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             status = await within(self.fleet.worker.status.remote(), timeout_s, "the policy worker", "ending its calls")
-            if not status["live_calls"]:
+            if not (status["running_generations"] or status.get("live_calls")):
                 break
             await asyncio.sleep(0.1)
         left = await self.state.sweeper.finish(timeout_s)

@@ -93,7 +93,7 @@ def logical_cpus(recipe: Recipe, *, training: bool = True) -> Finding:
 
 def parsers(recipe: Recipe) -> Iterator[Finding]:
     """The parsers that the recipe names, against those that the installed engine offers."""
-    from workbench.capture.parsers import offered
+    from workbench.serving.parsers import offered
 
     for kind in ("tool_call_parser", "reasoning_parser"):
         name = getattr(recipe.model, kind)

@@ -283,7 +283,7 @@ class Fleet:
         """
         beats: dict[str, Heartbeat] = {
             "the gateway": self._gateway_beat,
-            "the policy worker": lambda: self.worker.check.remote(),
+            "the policy worker": lambda: self.worker.check_alive.remote(),
         }
         actors = self._data_plane_actors | ({"the trainer": self.trainer} if self.trainer is not None else {})
         return beats | {name: partial(_ask_ready, actor) for name, actor in actors.items()}

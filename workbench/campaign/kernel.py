@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -25,8 +24,9 @@ from jupyter_client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 
+from workbench.campaign.processes import end_marked, marked
 from workbench.inspect.mode import VARIABLE as DISPLAY
-from workbench.places import MARK, ray_directories
+from workbench.places import MARK
 
 KERNEL_NAME = "workbench-run"
 
@@ -85,35 +85,10 @@ class OwnKernel:
 
     def processes(self) -> list[psutil.Process]:
         """Everything alive that carries the mark: the kernel, its children, and what they left running."""
-        needle = f"{MARK}={self.mark}".encode()
-        found = []
-        for process in psutil.process_iter():
-            if process.pid == os.getpid():
-                continue
-            with contextlib.suppress(OSError, psutil.Error):
-                if needle in Path(f"/proc/{process.pid}/environ").read_bytes() and process.status() != "zombie":
-                    found.append(process)
-        return found
+        return marked(self.mark)
 
     def end(self, grace_s: float = 5.0) -> int:
         """End everything that carries the mark: SIGTERM, `grace_s` to comply, SIGKILL. Returns how many there were."""
-        found = self.processes()
-        ended = {process.pid for process in found}
-        for process in found:
-            with contextlib.suppress(psutil.Error):
-                process.terminate()
-        deadline = time.monotonic() + grace_s
-        while (alive := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        # A process may have started another between the look and the kill, so look again until none is found.
-        while alive and time.monotonic() < deadline + 10:
-            for process in alive:
-                ended.add(process.pid)
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-            time.sleep(0.05)
-            alive = self.processes()
+        ended = end_marked(self.mark, grace_s)
         self._specs.cleanup()
-        for left in ray_directories(self.mark):
-            shutil.rmtree(left, ignore_errors=True)
-        return len(ended)
+        return ended

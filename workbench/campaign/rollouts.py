@@ -15,6 +15,7 @@ import math
 import random
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import openai
 
@@ -41,45 +42,90 @@ class RolloutPlan:
         return f"{self.run}.{self.group}.{self.index}.{self.attempt}"
 
 
-class RolloutPlayer:
-    """Plays rollouts against one gateway.
+class AgentRunner:
+    """Runs agents against one gateway and scores what they leave behind; how a rollout is closed is its subclass's.
 
-    `timeout_s` bounds one agent from its first request to its last; the control calls have their own deadlines.
-    `on_no_witness` says what a scored response that matches no captured call means: `mask` (our own campaigns) or
-    `heuristic`.
+    `timeout_s` bounds one agent from its first request to its last.
     """
 
     def __init__(
         self,
         *,
         gateway_url: str,
-        control: ControlClient,
         environment: Environment,
         model: str,
         timeout_s: float,
         request_timeout_s: float,
         seed: int,
-        on_no_witness: OnNoWitness = "mask",
     ) -> None:
         self._gateway_url = gateway_url.rstrip("/")
-        self._control = control
         self._environment = environment
         self._model = model
         self._timeout_s = timeout_s
         self._seed = seed
-        self._on_no_witness = on_no_witness
         # One connection pool for all agents: 16 concurrent rollouts would otherwise open and close hundreds. The SDK's
         # own client class, so that its own transport errors come out; a proxy of the environment is not for loopback.
         self._http = openai.DefaultAsyncHttpxClient(timeout=request_timeout_s, trust_env=False)
 
     async def close(self) -> None:
+        """Close the connections."""
         await self._http.aclose()
 
     async def play(self, plan: RolloutPlan) -> RolloutOutcome:
         """Play one rollout and return what the finalizer needs to know of it: ids, receipt, reward; never tokens."""
+        raise NotImplementedError
+
+    def _client(self, path: str) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(
+            base_url=f"{self._gateway_url}{path}", api_key="unused", http_client=self._http, max_retries=0
+        )
+
+    def _score(self, plan: RolloutPlan, result: AgentResult) -> tuple[float, dict[str, float], str | None]:
+        """(reward, its parts, None), or (0, {}, one sentence saying why this rollout cannot be scored)."""
+        try:
+            reward = self._environment.reward(plan.task, result)
+            total = float(reward.total)
+            components = {name: float(part) for name, part in reward.components.items()}
+        except Exception as error:
+            return 0.0, {}, f"its reward raised {type(error).__name__}: {error}"
+        if not all(math.isfinite(value) for value in (total, *components.values())):
+            return 0.0, {}, f"its reward is {total}, with the parts {components}; a reward is a finite number"
+        return total, components, None
+
+    async def _run_agent(self, plan: RolloutPlan, client: Any) -> tuple[AgentResult | None, str | None]:
+        """(result, None) or (result or None, one sentence saying why the rollout has no vote)."""
+        # Seeded by place, not by process: a replayed campaign plays the same agents whatever finished first.
+        rng = random.Random(f"{self._seed}/{plan.group}/{plan.index}/{plan.attempt}")
+        try:
+            result = await asyncio.wait_for(
+                self._environment.run(client, self._model, plan.task, rng), timeout=self._timeout_s
+            )
+        except TimeoutError:
+            return None, f"the agent did not finish within rollouts.timeout_s={self._timeout_s:g}"
+        except openai.OpenAIError as error:
+            return None, f"the agent's call failed: {type(error).__name__}: {error}"
+        except Exception as error:
+            # An agent is code that we did not write: whatever it raises makes this rollout data, not a crash.
+            return None, f"the agent raised {type(error).__name__}: {error}"
+        return result, result.error
+
+
+class RolloutPlayer(AgentRunner):
+    """Plays captured rollouts; the control calls have their own deadlines.
+
+    `on_no_witness` says what a scored response that matches no captured call means: `mask` (our own campaigns) or
+    `heuristic`.
+    """
+
+    def __init__(self, *, control: ControlClient, on_no_witness: OnNoWitness = "mask", **settings: Any) -> None:
+        super().__init__(**settings)
+        self._control = control
+        self._on_no_witness = on_no_witness
+
+    async def play(self, plan: RolloutPlan) -> RolloutOutcome:
         rollout_id = plan.rollout_id
         started = time.monotonic()
-        result, error = await self._run_agent(plan)
+        result, error = await self._run_agent(plan, self._client(f"/ng-rollout/{rollout_id}/v1"))
         response = result.response if result is not None else None
         try:
             closed = await self._control.freeze(rollout_id, response=response)
@@ -119,38 +165,3 @@ class RolloutPlayer:
             reward_components=components,
             duration_s=time.monotonic() - started,
         )
-
-    def _score(self, plan: RolloutPlan, result: AgentResult) -> tuple[float, dict[str, float], str | None]:
-        """(reward, its parts, None), or (0, {}, one sentence saying why this rollout cannot be scored)."""
-        try:
-            reward = self._environment.reward(plan.task, result)
-            total = float(reward.total)
-            components = {name: float(part) for name, part in reward.components.items()}
-        except Exception as error:
-            return 0.0, {}, f"its reward raised {type(error).__name__}: {error}"
-        if not all(math.isfinite(value) for value in (total, *components.values())):
-            return 0.0, {}, f"its reward is {total}, with the parts {components}; a reward is a finite number"
-        return total, components, None
-
-    async def _run_agent(self, plan: RolloutPlan) -> tuple[AgentResult | None, str | None]:
-        """(result, None) or (result or None, one sentence saying why the rollout has no vote)."""
-        client = openai.AsyncOpenAI(
-            base_url=f"{self._gateway_url}/ng-rollout/{plan.rollout_id}/v1",
-            api_key="unused",
-            http_client=self._http,
-            max_retries=0,
-        )
-        # Seeded by place, not by process: a replayed campaign plays the same agents whatever finished first.
-        rng = random.Random(f"{self._seed}/{plan.group}/{plan.index}/{plan.attempt}")
-        try:
-            result = await asyncio.wait_for(
-                self._environment.run(client, self._model, plan.task, rng), timeout=self._timeout_s
-            )
-        except TimeoutError:
-            return None, f"the agent did not finish within rollouts.timeout_s={self._timeout_s:g}"
-        except openai.OpenAIError as error:
-            return None, f"the agent's call failed: {type(error).__name__}: {error}"
-        except Exception as error:
-            # An agent is code that we did not write: whatever it raises makes this rollout data, not a crash.
-            return None, f"the agent raised {type(error).__name__}: {error}"
-        return result, result.error

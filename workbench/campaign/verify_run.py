@@ -20,18 +20,16 @@ import numpy as np
 import orjson
 from pydantic import ValidationError
 
+from workbench.echo.finalizer import ECHOED, stored_chains
+from workbench.echo.rows import assemble_echo
 from workbench.errors import RunStoreError, StagingError, WireError
 from workbench.finalizer.group import FinalizationRequest, RolloutOutcome, Staged, assemble
 from workbench.runs.custody import SUFFIX, ledger_rows
 from workbench.runs.frames import read_lines, read_parts
+from workbench.runs.staged import staged_call
 from workbench.wire import StagedCall, chain_hash, extras_digest, hash_token_ids
 
 _SHOWN = 20
-_CALL_FIELDS = tuple(
-    name
-    for name in StagedCall.model_fields
-    if name not in ("extras", "token_ids_delta", "token_mask_delta") and name != "generation_log_probs_delta"
-)
 _ACKNOWLEDGED = ("digest", "extras_digest", "chain_hash", "cumulative_hash", "delta_len", "cum_len", "weight_version")
 
 
@@ -136,7 +134,7 @@ class _Group:
         rejected = {row["rollout_id"] for row in parts["rows"] if row["sample_mask"] != 1}
         self._verify_calls(parts["calls"], staged, rejected)
         self._verify_ledgers(outcomes)
-        self._verify_rows(outcomes, staged, parts["rows"])
+        self._verify_rows(outcomes, staged, parts)
 
     def _differs(self, file: str, rollout_id: str | None, call_id: str | None, what: str) -> None:
         self.report.differences.append(Difference(file, rollout_id, call_id, what))
@@ -160,7 +158,7 @@ class _Group:
             if key is None:
                 continue
             if row["staging"] == "fetched":
-                staged[key] = _call_of(row)
+                staged[key] = staged_call(row)
             else:
                 staged[key] = StagingError(row["detail"] or "", cause=row["staging"] or "missing_staging_row", key=key)
         return staged
@@ -208,8 +206,8 @@ class _Group:
                         what = f"{name} is {row.get(name)!r} here, {getattr(record, name)!r} in the receipt"
                         self._differs(f"ledger/{path.name}", outcome.rollout_id, record.model_call_id, what)
 
-    def _verify_rows(self, outcomes: list[RolloutOutcome], staged: Staged, rows: list[dict[str, Any]]) -> None:
-        file = f"rows/{self.name}.parquet"
+    def _verify_rows(self, outcomes: list[RolloutOutcome], staged: Staged, parts: dict[str, Any]) -> None:
+        file, rows = f"rows/{self.name}.parquet", parts["rows"]
         for outcome in outcomes:
             for record in outcome.receipt.manifest if outcome.receipt else ():
                 if record.staging_key not in staged:
@@ -222,7 +220,13 @@ class _Group:
         except ValidationError as error:
             self._differs(f"receipts/{self.name}.jsonl", None, None, " ".join(str(error).split())[:300])
             return
-        assembly = assemble(request, staged, bos)
+        echoed = [row for row in parts["calls"] if row["disposition"] == ECHOED]
+        self.report.calls += len(echoed)
+        # Without capture there are no receipts and no digests: what can be recomputed is how the turns were joined.
+        if any(outcome.receipt is not None for outcome in outcomes) or not echoed:
+            assembly = assemble(request, staged, bos)
+        else:
+            assembly = assemble_echo(request, stored_chains(echoed), bos)
         stored = {row["rollout_id"]: row for row in rows}
         self.report.rollouts += len(rows)
         self.report.rows_valid += sum(row["sample_mask"] == 1 for row in rows)
@@ -248,19 +252,6 @@ class _Group:
                     self._differs(file, row.rollout_id, None, fault)
         for rollout_id in stored:
             self._differs(file, rollout_id, None, "the row has no receipt")
-
-
-def _call_of(row: dict[str, Any]) -> StagedCall:
-    """The staged call as it was fetched: the recorded fields, and where it differed from them, its own."""
-    fields = {name: row[name] for name in _CALL_FIELDS}
-    fields |= orjson.loads(row["snapshot"] or "{}")
-    return StagedCall.unverified(
-        **fields,
-        extras=None if row["extras"] is None else orjson.loads(row["extras"]),
-        token_ids_delta=np.asarray(row["token_ids"], dtype=np.uint64),
-        token_mask_delta=np.asarray(row["token_mask"], dtype=np.float32),
-        generation_log_probs_delta=np.asarray(row["logprobs"], dtype=np.float32),
-    )
 
 
 def _call_faults(

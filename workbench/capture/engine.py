@@ -185,7 +185,14 @@ class CapturingEngine(GatedEngine):
         failure = self._core.detail(call.admission.model_call_id)
         if coords.disposition == "staged":
             self._prefixes.remember(coords, np.concatenate([collected.prompt_ids, collected.sampled_ids]))
-        self._board.settle(call, coords, None if failure is None else (failure.cause, failure.detail), staged_s)
+        self._board.settle(
+            call,
+            coords,
+            None if failure is None else (failure.cause, failure.detail),
+            staged_s=staged_s,
+            sampled_tokens=int(collected.sampled_ids.size),
+            finish_reason=collected.finish_reason,
+        )
 
     def _fail(self, call: TaggedCall, active: ActiveCall, cause: Cause, detail: str) -> None:
         if call.settled.is_set():

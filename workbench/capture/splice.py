@@ -55,8 +55,11 @@ class MarkedTurn:
     """Stands for the arguments of the turn's last tool call; None when it has none."""
 
 
-def mark_last_assistant_turn(messages: Messages) -> MarkedTurn:
-    """Copy `messages` with sentinels in the last assistant turn. Raises `SpliceError` when there is no such turn."""
+def mark_last_assistant_turn(messages: Messages, *, with_text: bool = False) -> MarkedTurn:
+    """Copy `messages` with sentinels in the last assistant turn, `with_text` also in the text of one that has none.
+
+    Raises `SpliceError` when there is no such turn.
+    """
     index = next((i for i in reversed(range(len(messages))) if messages[i].get("role") == "assistant"), None)
     if index is None:
         raise SpliceError("A child call needs an assistant turn in its messages; none came.")
@@ -65,7 +68,7 @@ def mark_last_assistant_turn(messages: Messages) -> MarkedTurn:
     nonce = secrets.token_hex(8)
     content_sentinel = call_sentinel = None
     calls = turn.get("tool_calls") or []
-    if turn.get("content") or not calls:
+    if turn.get("content") or not calls or with_text:
         content_sentinel = f"WBTEXT{nonce}"
         as_parts = isinstance(turn.get("content"), list)
         turn["content"] = [{"type": "text", "text": content_sentinel}] if as_parts else content_sentinel
@@ -245,6 +248,10 @@ class Splicer:
         marked = mark_last_assistant_turn(messages)
         rendered = await self._text(marked.messages, params, render)
         after_call = text_after(rendered, marked.call_sentinel) if marked.call_sentinel else None
+        if after_call is None and marked.content_sentinel is None:
+            # A template that knows no tool calls renders such a turn empty; its text shows where it ends all the same.
+            marked = mark_last_assistant_turn(messages, with_text=True)
+            rendered = await self._text(marked.messages, params, render)
         after_content = text_after(rendered, marked.content_sentinel) if marked.content_sentinel else None
         if after_call is not None and (after_content is None or len(after_call) < len(after_content)):
             closing = await self._closing(marked, marked.call_sentinel or "", params, render)

@@ -20,7 +20,7 @@ from workbench.wire import Cause, StagedCall, decode_routes, encode_routes, stag
 from workbench.wire.extras import ROUTED_EXPERTS
 
 if TYPE_CHECKING:
-    from tensordict import TensorDict
+    pass
 
 COLUMNS = ("token_ids", "logprobs", "meta")
 ROUTES = "routes"
@@ -134,19 +134,6 @@ def missing_row(key: str) -> StagingError:
         cause=Cause.MISSING_STAGING_ROW,
         key=key,
     )
-
-
-def split_rows(batch: TensorDict) -> list[dict[str, np.ndarray]]:
-    """Rows of a TransferQueue batch as numpy columns, whatever container each column came back in."""
-    names = sorted(map(str, batch.keys()))
-    if not names:
-        return []
-    columns = {}
-    for name in names:
-        column = batch.get(name)
-        rows = column.unbind() if hasattr(column, "unbind") and hasattr(column, "dtype") else column.tolist()
-        columns[name] = [np.asarray(row) for row in rows]
-    return [{name: columns[name][i] for name in names} for i in range(batch.batch_size[0])]
 
 
 def identity(columns: Mapping[str, np.ndarray]) -> str | None:

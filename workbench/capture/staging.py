@@ -27,14 +27,13 @@ from workbench.capture.staged_row import (
     identity,
     missing_row,
     pack,
-    split_rows,
     tags_of,
     unpack,
 )
 from workbench.errors import DeadlineExceeded, StagingError, WorkbenchError
 from workbench.wire import Cause, StagedCall
 
-__all__ = ["MemorySink", "TransferQueueSink", "TransferQueueSource", "pack", "split_rows", "tags_of", "unpack"]
+__all__ = ["MemorySink", "TransferQueueSink", "TransferQueueSource", "pack", "tags_of", "unpack"]
 
 
 SLOW_S = 1.0
@@ -209,7 +208,7 @@ class TransferQueueSource:
         async with self._reading:
             self.reads += 1
             batch = await dataplane.get(dataplane.STAGING, keys, deadline_s=self._deadline_s, fields=fields)
-        return split_rows(batch)
+        return dataplane.split_rows(batch)
 
 
 def _try_unpack(key: str, columns: Mapping[str, np.ndarray]) -> StagedCall | StagingError:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,13 +89,14 @@ class CallBoard:
         call = self._live[call_id] = TaggedCall(admission)
         return call
 
-    def settle(
-        self, call: TaggedCall, coords: CommitCoords, failure: tuple[Cause, str] | None, staged_s: float | None = None
-    ) -> None:
-        """Publish how the capture ended; whoever waits in `answer` goes on. `staged_s`: seconds that staging took."""
+    def settle(self, call: TaggedCall, coords: CommitCoords, failure: tuple[Cause, str] | None, **facts: Any) -> None:
+        """Publish how the capture ended; whoever waits in `answer` goes on.
+
+        `facts` are token-free: `staged_s`, seconds that staging took, `sampled_tokens`, `finish_reason`.
+        """
         call_id = call.admission.model_call_id
         cause = None if failure is None else {"cause": str(failure[0]), "detail": failure[1]}
-        self._answers[call_id] = {"coords": coords.model_dump(mode="json"), "failure": cause, "staged_s": staged_s}
+        self._answers[call_id] = {"coords": coords.model_dump(mode="json"), "failure": cause, **facts}
         while len(self._answers) > self._capacity:
             self._answers.popitem(last=False)
         self.close(call)
@@ -104,6 +105,12 @@ class CallBoard:
         """Forget a call in flight: it was settled, or it never reached the engine and so has no coordinates."""
         self._live.pop(call.admission.model_call_id, None)
         call.settled.set()
+
+    def facts(self, call_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Sampled tokens and finish reason of those of the calls that were captured and are still remembered."""
+        names = ("sampled_tokens", "finish_reason")
+        answers = ((call_id, self._answers.get(call_id, {})) for call_id in call_ids)
+        return {i: {name: answer[name] for name in names} for i, answer in answers if "sampled_tokens" in answer}
 
     async def answer(self, call_id: str, timeout_s: float) -> dict[str, Any] | None:
         """The coordinates message of a call, waiting up to `timeout_s` while it runs; None when there is none."""

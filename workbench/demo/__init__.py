@@ -1,6 +1,8 @@
-"""Demo: a small recorded run that comes with the package, for the notebooks and the first five minutes.
+"""Demo: small recordings that come with the package, for the notebooks and the first five minutes.
 
-It was cut out of a real campaign with `python -m workbench.campaign.record_demo RUN` and is an ordinary run directory.
+`run/` was cut out of a real campaign with `python -m workbench.campaign.record_demo RUN` and is an ordinary run
+directory. `ledger/` holds seven rollouts' ledgers written by NeMo Gym 0.7's own implementation: a rewritten history, a
+sub-agent, a compaction, retries in the middle and at the end, an overflow, a failed staging.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ from pathlib import Path
 
 from workbench.errors import RunStoreError
 
-_RUN = Path(__file__).resolve().parent / "run"
+_HERE = Path(__file__).resolve().parent
+_RUN, _LEDGER = _HERE / "run", _HERE / "ledger"
 
 
 def recorded_run() -> Path:
@@ -19,3 +22,10 @@ def recorded_run() -> Path:
             f"No recorded run in {_RUN}; record one: python -m workbench.campaign.record_demo reports/RUN"
         )
     return _RUN
+
+
+def recorded_ledger() -> Path:
+    """The directory of the foreign ledgers. Raises RunStoreError where the installation lacks it."""
+    if not any(_LEDGER.glob("*.lineage.jsonl")):
+        raise RunStoreError(f"No recorded ledger in {_LEDGER}; install the package again")
+    return _LEDGER

@@ -11,7 +11,7 @@ Not here: fetching, publishing, storing (actor), the checks of one rollout (veri
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -132,7 +132,9 @@ class Assembly:
 
 
 @dataclass(frozen=True)
-class _Rejection:
+class Rejection:
+    """Why a rollout has no vote: one primary cause, and where known the call and the token position."""
+
     cause: Cause
     detail: str
     call_id: str | None = None
@@ -145,12 +147,22 @@ def assemble(request: FinalizationRequest, staged: Staged, bos_token_id: int) ->
     Nothing about one rollout raises: what is wrong with it is its placeholder's cause.
     """
     verdicts = [_verify(outcome, staged) for outcome in request.rollouts]
-    prompt_T, source = _placeholder_prompt(request, verdicts, staged, bos_token_id)
+    return build_group(request, verdicts, *_placeholder_prompt(request, verdicts, staged, bos_token_id), staged)
+
+
+def build_group(
+    request: FinalizationRequest,
+    verdicts: Sequence[LinearizedRow | Rejection],
+    prompt_T: np.ndarray,
+    source: str,
+    staged: Staged,
+) -> Assembly:
+    """N rows in index order from N verdicts. `prompt_T` (uint64[T]) is the placeholders', `source` says whence."""
     rows: list[GroupRow] = []
     summaries: list[RowSummary] = []
     seen: dict[bytes, str] = {}
     for outcome, verdict in zip(request.rollouts, verdicts, strict=True):
-        rejection = verdict if isinstance(verdict, _Rejection) else None
+        rejection = verdict if isinstance(verdict, Rejection) else None
         row = _group_row(request, outcome, verdict, prompt_T, staged)
         first = outcome.rollout_id
         if rejection is None:
@@ -182,16 +194,16 @@ def assemble(request: FinalizationRequest, staged: Staged, bos_token_id: int) ->
     return Assembly(rows, summaries, group_metrics(request.rollouts, summaries))
 
 
-def _verify(outcome: RolloutOutcome, staged: Staged) -> LinearizedRow | _Rejection:
+def _verify(outcome: RolloutOutcome, staged: Staged) -> LinearizedRow | Rejection:
     receipt = outcome.receipt
     if receipt is None:
         cause = outcome.failure or Cause.MISSING_RECEIPT
-        return _Rejection(cause, outcome.detail or cause.explanation)
+        return Rejection(cause, outcome.detail or cause.explanation)
     if receipt.rollout_id != outcome.rollout_id:
         detail = f"the receipt that came for rollout {outcome.rollout_id} is that of {receipt.rollout_id}"
-        return _Rejection(Cause.IDENTITY_MISMATCH, detail)
+        return Rejection(Cause.IDENTITY_MISMATCH, detail)
     if outcome.failure is not None and not receipt.capture_poisoned:
-        return _Rejection(outcome.failure, outcome.detail or outcome.failure.explanation)
+        return Rejection(outcome.failure, outcome.detail or outcome.failure.explanation)
     answers = [staged[record.staging_key] for record in receipt.manifest]
     calls = [answer for answer in answers if isinstance(answer, StagedCall)]
     try:
@@ -203,7 +215,7 @@ def _verify(outcome: RolloutOutcome, staged: Staged) -> LinearizedRow | _Rejecti
             # Rows are missing because they could not be read: that is the cause, and the key says which call.
             for record, answer in zip(receipt.manifest, answers, strict=True):
                 if isinstance(answer, StagingError):
-                    return _Rejection(Cause(answer.cause), str(answer), record.model_call_id)
+                    return Rejection(Cause(answer.cause), str(answer), record.model_call_id)
         return _primary(error, outcome, receipt)
 
 
@@ -219,11 +231,11 @@ def _check_extras(calls: list[StagedCall]) -> None:
             raise ReceiptRejected(Cause.CORRUPT_DIGEST, call_id=call.model_call_id, detail=detail)
 
 
-def _primary(error: ReceiptRejected, outcome: RolloutOutcome, receipt: RolloutReceipt) -> _Rejection:
+def _primary(error: ReceiptRejected, outcome: RolloutOutcome, receipt: RolloutReceipt) -> Rejection:
     """The one cause that is counted: behind a poisoned or failed receipt stands the reason it was poisoned for."""
     cause = Cause(error.cause)
     if cause not in (Cause.ROLLOUT_FAILED, Cause.CAPTURE_POISONED):
-        return _Rejection(cause, error.detail or cause.explanation, error.call_id, error.position)
+        return Rejection(cause, error.detail or cause.explanation, error.call_id, error.position)
     reason = receipt.failure_reason or ""
     if reason in _CAUSES:
         cause, reason = Cause(reason), ""
@@ -231,11 +243,11 @@ def _primary(error: ReceiptRejected, outcome: RolloutOutcome, receipt: RolloutRe
     failed = next((failure for failure in outcome.failures if failure.reason == cause), None)
     agent = outcome.detail if outcome.failure is not None or receipt.terminal_attribution_reason is None else None
     said = reason or (failed.detail if failed else None) or agent or receipt.terminal_attribution_reason
-    return _Rejection(cause, said or cause.explanation, failed.model_call_id if failed else None)
+    return Rejection(cause, said or cause.explanation, failed.model_call_id if failed else None)
 
 
 def _placeholder_prompt(
-    request: FinalizationRequest, verdicts: list[LinearizedRow | _Rejection], staged: Staged, bos_token_id: int
+    request: FinalizationRequest, verdicts: list[LinearizedRow | Rejection], staged: Staged, bos_token_id: int
 ) -> tuple[np.ndarray, str]:
     for verdict in verdicts:
         if isinstance(verdict, LinearizedRow):
@@ -260,11 +272,11 @@ def _is_recorded(call: StagedCall, digest: str) -> bool:
 def _group_row(
     request: FinalizationRequest,
     outcome: RolloutOutcome,
-    verdict: LinearizedRow | _Rejection,
+    verdict: LinearizedRow | Rejection,
     placeholder_T: np.ndarray,
     staged: Staged,
 ) -> GroupRow:
-    row = _no_vote(outcome.rollout_id, placeholder_T) if isinstance(verdict, _Rejection) else verdict
+    row = _no_vote(outcome.rollout_id, placeholder_T) if isinstance(verdict, Rejection) else verdict
     own = [staged[record.staging_key] for record in outcome.receipt.manifest] if outcome.receipt else []
     return GroupRow(
         rollout_id=outcome.rollout_id,
@@ -279,7 +291,7 @@ def _group_row(
         weight_version_spans=[list(span) for span in row.weight_version_spans],
         link_spans=[list(span) for span in row.link_spans],
         sampling=sampling_of(row, [call for call in own if isinstance(call, StagedCall)]),
-        cause=verdict.cause.value if isinstance(verdict, _Rejection) else None,
+        cause=verdict.cause.value if isinstance(verdict, Rejection) else None,
         token_ids=row.token_ids,
         token_mask=row.token_mask.astype(np.uint8),
         logprobs=row.logprobs,

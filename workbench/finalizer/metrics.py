@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 class GroupMetrics(BaseModel):
     """Counts of one group (or of several, added up). `rejections` is cause -> rollouts; the two dicts of a group
-    without any are empty."""
+    without any are empty. `echo_wrong_rows` is of the token-echo arm: valid rows that the engine did not run so."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -45,6 +45,7 @@ class GroupMetrics(BaseModel):
     capture_poisoned_rollouts: int = 0
     witness_disagreements: int = 0
     duplicate_rows: int = 0
+    echo_wrong_rows: int = 0
     terminal_selection_counts: dict[str, int] = {}
     rejections: dict[str, int] = {}
 

@@ -30,11 +30,22 @@ _COMPARED = [name for name in _RECORDED if name in StagedCall.model_fields]
 
 
 def write_group(run_dir: Path, request: FinalizationRequest, staged: Staged, assembly: Assembly) -> None:
-    """Write the three parts of a group. Raises RunStoreError, or OSError when the disk does not take them."""
+    """Write the three parts of a captured group. Raises as `write_parts`."""
+    calls = [row for outcome in request.rollouts for row in _calls_of(request.group_id, outcome, staged)]
+    write_parts(run_dir, request, calls, assembly)
+
+
+def write_parts(
+    run_dir: Path, request: FinalizationRequest, calls: list[dict[str, Any]], assembly: Assembly
+) -> None:
+    """Write the three parts of a group; `calls` are rows of the table of that name, where a left-out column is null.
+
+    Raises FinalizerError on a group id that is no file name, RunStoreError, or OSError when the disk does not take
+    them.
+    """
     name = request.group_id
     if _GROUP_ID.fullmatch(name) is None:
         raise FinalizerError(f"group id {name!r} must be 1-200 characters of A-Z a-z 0-9 . _ - and not only dots")
-    calls = [row for outcome in request.rollouts for row in _calls_of(name, outcome, staged)]
     write_part(run_dir / "calls" / f"{name}.parquet", "calls", _by_column("calls", calls))
     write_part(run_dir / "rows" / f"{name}.parquet", "rows", _by_column("rows", _rows_of(request, assembly)))
     write_lines(run_dir / "receipts" / f"{name}.jsonl", [o.model_dump(mode="json") for o in request.rollouts])

@@ -18,7 +18,6 @@ import numpy as np
 import orjson
 
 from workbench import dataplane
-from workbench.capture.staged_row import split_rows
 from workbench.errors import WorkbenchError
 
 Columns = dict[str, np.ndarray]
@@ -136,7 +135,7 @@ async def published_rows(keys: Sequence[str], *, deadline_s: float = 60.0) -> di
                 raise
             except Exception:  # a tag without a row
                 continue
-            if rows := split_rows(batch):
+            if rows := dataplane.split_rows(batch):
                 found[key] = rows[0]
     return found
 

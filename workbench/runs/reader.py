@@ -27,9 +27,10 @@ from workbench.errors import RunStoreError
 from workbench.runs import frames, schema
 from workbench.runs.custody import ledger_files, ledger_rows, rollout_of
 from workbench.runs.relations import relate
+from workbench.runs.staged import staged_call
 from workbench.runs.tokens import call_path_tokens, row_tokens, sampled_logprobs
 from workbench.runs.vocabulary import Vocabulary, load_vocabulary
-from workbench.wire import RolloutReceipt
+from workbench.wire import RolloutReceipt, StagedCall
 
 _STATES = {"running": "running", "done": "finished", "failed": "failed", "killed": "interrupted"}
 
@@ -186,6 +187,16 @@ class Run:
                 if row.get("rollout_id") == rollout_id and receipt is not None:
                     return RolloutReceipt.model_validate(receipt)
         raise RunStoreError(f"No receipt of rollout {rollout_id!r} in {self.path / 'receipts'}; is it finalised?")
+
+    def staged(self, rollout_id: str) -> list[StagedCall]:
+        """The staged calls of a rollout as records, in manifest order; what never came back from staging is left out.
+
+        Digests are as stored, unchecked. Raises RunStoreError for a rollout without stored calls.
+        """
+        calls = self._table("calls", rollout_id)
+        if calls.is_empty():
+            raise self._unknown(rollout_id)
+        return [staged_call(row) for row in calls.sort("manifest_index").to_dicts() if row["staging"] == "fetched"]
 
     def vocabulary(self) -> Vocabulary:
         """The bytes behind the run's token ids: its own `vocabulary.json`, else a tokenizer beside its weights."""

@@ -163,6 +163,7 @@ class ScriptedRenderer:
     ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         conversation = copy.deepcopy(messages)
         for message in conversation:
+            message["content"] = _as_text(message.get("content"))
             for call in message.get("tool_calls") or ():
                 arguments = call["function"].get("arguments")
                 if isinstance(arguments, str):
@@ -263,6 +264,13 @@ class ScriptedEngine:
         if line.fault == "few_logprobs":
             logprobs = logprobs[: count - 1]
         return logprobs[:count]
+
+
+def _as_text(content: Any) -> str:
+    """Content as vLLM's renderer gives it to a template that expects text."""
+    if isinstance(content, list):
+        return "\n".join(part if isinstance(part, str) else part["text"] for part in content)
+    return content or ""
 
 
 def _steps(ids: list[int], logprobs: list[float]) -> list[dict[int, ScriptedLogprob]]:

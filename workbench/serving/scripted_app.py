@@ -3,7 +3,8 @@
 Same routes and shapes as vLLM's serving app for what a campaign uses: `POST /v1/chat/completions`, `GET /v1/models`,
 `GET /health`; `begin` starts a generation for other dialects too. Text in the form
 `<tool_call>{"name": …, "arguments": {…}}</tool_call>` becomes a tool call when the request has tools. Token ids and
-log-probs never appear in a response. Not here: the other dialects (scripted_dialects).
+log-probs appear in a response only where the request asks for them, as vLLM's do.
+Not here: the other dialects (scripted_dialects).
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ class ScriptedApp:
         head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.model}
         if body.get("stream"):
             usage = bool((body.get("stream_options") or {}).get("include_usage"))
-            frames = self._frames(outputs, head, prompt_tokens, bool(body.get("tools")), usage)
+            frames = self._frames(outputs, head, prompt_tokens, body, usage)
             return StreamingResponse(frames, media_type="text/event-stream")
-        whole = asyncio.create_task(self._whole(outputs, head, prompt_tokens, bool(body.get("tools"))))
+        whole = asyncio.create_task(self._whole(outputs, head, prompt_tokens, body))
         left = asyncio.create_task(_disconnected(request))
         await asyncio.wait([whole, left], return_when=asyncio.FIRST_COMPLETED)
         left.cancel()
@@ -100,49 +101,58 @@ class ScriptedApp:
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         return ScriptedParams(line=line, max_tokens=min(asked, room), stop=stops, **settings)
 
-    async def _whole(self, outputs: Any, head: dict[str, Any], prompt_tokens: int, tools: bool) -> Response:
+    async def _whole(self, outputs: Any, head: dict[str, Any], prompt_tokens: int, body: dict[str, Any]) -> Response:
         text, count, finish, stop = "", 0, None, None
+        echo = _Echo(body)
         try:
             async for output in outputs:
+                echo.take(output)
                 for part in output.outputs:
                     text += part.text
                     count += len(part.token_ids or ())
                     finish, stop = part.finish_reason or finish, part.stop_reason
         except RuntimeError as error:
             return _refuse(500, str(error))
-        message, called = message_of(text, tools)
+        message, called = message_of(text, bool(body.get("tools")))
         choice = {
             "index": 0,
             "message": message,
-            "logprobs": None,
+            **echo.choice(),
             "finish_reason": "tool_calls" if called else finish,
             "stop_reason": stop,
         }
         usage = _usage(prompt_tokens, count)
-        return JSONResponse(head | {"object": "chat.completion", "choices": [choice], "usage": usage})
+        return JSONResponse(head | echo.head() | {"object": "chat.completion", "choices": [choice], "usage": usage})
 
     async def _frames(
-        self, outputs: Any, head: dict[str, Any], prompt_tokens: int, tools: bool, usage: bool
+        self, outputs: Any, head: dict[str, Any], prompt_tokens: int, body: dict[str, Any], usage: bool
     ) -> AsyncIterator[bytes]:
-        head = head | {"object": "chat.completion.chunk"}
-        yield _frame(head, {"role": "assistant", "content": ""})
+        head, tools = head | {"object": "chat.completion.chunk"}, bool(body.get("tools"))
+        echo = _Echo(body)
+        opened = False
         text, count = "", 0
         try:
             async for output in outputs:
+                echo.take(output)
+                if not opened:
+                    opened = True
+                    yield _frame(head | echo.head(), {"role": "assistant", "content": ""}, {})
                 part = output.outputs[0]
                 text += part.text
                 count += len(part.token_ids or ())
                 if part.finish_reason is None:
                     # With tools the text may turn out to be a call, so it is kept until the end.
-                    if part.text and not tools:
-                        yield _frame(head, {"content": part.text})
+                    if (part.text and not tools) or echo.asked:
+                        yield _frame(head, {"content": "" if tools else part.text}, echo.choice())
                     continue
                 message, called = message_of(text, tools)
                 calls = [call | {"index": i} for i, call in enumerate(message.get("tool_calls") or ())]
                 delta: dict[str, Any] = {"tool_calls": calls} if calls else {"content": text if tools else part.text}
                 if calls and message["content"]:
                     delta["content"] = message["content"]
-                yield _frame(head, delta, "tool_calls" if called else part.finish_reason, part.stop_reason)
+                yield _frame(
+                    head, delta, echo.choice(), "tool_calls" if called else part.finish_reason, part.stop_reason
+                )
         except RuntimeError as error:
             yield b"data: " + orjson.dumps({"error": {"message": str(error), "type": "InternalServerError"}}) + b"\n\n"
         if usage:
@@ -183,10 +193,49 @@ def message_of(text: str, tools: bool) -> tuple[dict[str, Any], bool]:
     return {"role": "assistant", "content": content, "tool_calls": calls}, True
 
 
+class _Echo:
+    """Ids and log-probs of a response, where the request asks for them; `choice` gives what is new since the last."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        self._ids = bool(body.get("return_token_ids"))
+        self._logprobs = bool(body.get("logprobs"))
+        self._prompt: list[int] | None = None
+        self._new_ids: list[int] = []
+        self._new_steps: list[dict[int, Any]] = []
+
+    @property
+    def asked(self) -> bool:
+        return self._ids or self._logprobs
+
+    def take(self, output: Any) -> None:
+        self._prompt = output.prompt_token_ids
+        for part in output.outputs:
+            self._new_ids += part.token_ids or ()
+            self._new_steps += part.logprobs or ()
+
+    def head(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self._prompt} if self._ids else {}
+
+    def choice(self) -> dict[str, Any]:
+        ids, self._new_ids = self._new_ids, []
+        steps, self._new_steps = self._new_steps, []
+        content = [
+            {"token": f"token_id:{token}", "logprob": step.logprob, "bytes": None, "top_logprobs": []}
+            for choices in steps
+            for token, step in choices.items()
+        ]
+        logprobs = {"content": content} if self._logprobs else None
+        return {"logprobs": logprobs} | ({"token_ids": ids} if self._ids else {})
+
+
 def _frame(
-    head: dict[str, Any], delta: dict[str, Any], finish: str | None = None, stop: int | str | None = None
+    head: dict[str, Any],
+    delta: dict[str, Any],
+    echoed: dict[str, Any],
+    finish: str | None = None,
+    stop: int | str | None = None,
 ) -> bytes:
-    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+    choice = {"index": 0, "delta": delta, "logprobs": None, **echoed, "finish_reason": finish}
     if finish is not None:
         choice["stop_reason"] = stop
     return b"data: " + orjson.dumps(head | {"choices": [choice]}) + b"\n\n"

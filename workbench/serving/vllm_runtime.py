@@ -29,6 +29,8 @@ def parse_serving_arguments(config: WorkerConfig) -> Any:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from workbench.serving import tools_as_text
+
     arguments = {
         "model": config.model_path,
         "served-model-name": config.served_model_name,
@@ -45,8 +47,8 @@ def parse_serving_arguments(config: WorkerConfig) -> Any:
     line = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
     line += ["--enforce-eager"] if config.enforce_eager else []
     line += ["--disable-log-stats", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
-    if config.tool_call_parser is not None:
-        line += ["--enable-auto-tool-choice", "--tool-call-parser", config.tool_call_parser]
+    parser = config.tool_call_parser or tools_as_text.register()
+    line += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
     if config.reasoning_parser is not None:
         line += ["--reasoning-parser", config.reasoning_parser]
     try:

@@ -52,7 +52,7 @@ class WorkerConfig(BaseModel):
     port: int = Field(default=0, ge=0, le=65535)
     """0 lets the operating system choose."""
     tool_call_parser: str | None = None
-    """Name of the engine's tool parser; None serves tool calls as text."""
+    """Name of the engine's tool parser; None serves what the model says as text, unless a call was required."""
     reasoning_parser: str | None = None
     """Name of the engine's reasoning parser; None leaves reasoning in the text."""
     sampling: SamplingPins = Field(default_factory=SamplingPins)
@@ -134,10 +134,8 @@ class PolicyServer:
         return self.url
 
     async def _start_engine(self) -> Any:
-        from transformers import AutoTokenizer
-
         config = self.config
-        self.tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, config.model_path)
+        self.tokenizer = await asyncio.to_thread(_load_tokenizer, config)
         if config.engine == "scripted":
             return self._start_scripted()
         from workbench.serving import vllm_runtime
@@ -225,7 +223,7 @@ class PolicyServer:
         self.gate.open()
 
     def check_alive(self) -> None:
-        """Raise `ComponentDied` where the engine, which is a process of its own, is gone."""
+        """Raise ComponentDied when the engine is gone."""
         if self.config.engine == "vllm" and (self.engine is None or self.engine.errored):
             raise ComponentDied(
                 "The engine of the policy worker is gone. Next: its last words are in the worker's log."
@@ -275,6 +273,17 @@ class PolicyServer:
             from workbench.serving import vllm_runtime
 
             await asyncio.to_thread(vllm_runtime.shutdown, engine, STOP_TIMEOUT_S)
+
+
+def _load_tokenizer(config: WorkerConfig) -> Any:
+    if config.engine == "scripted":
+        # What tokenizer.json says, without the import of torch that the choice of a class costs.
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(config.model_path)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(config.model_path)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -341,9 +350,13 @@ class PolicyWorker:
     async def status(self) -> dict[str, Any]:
         return self._server.status()
 
-    async def check(self) -> None:
-        """Raise ComponentDied where the engine is gone."""
+    async def check_alive(self) -> None:
+        """Raise ComponentDied when the engine is gone."""
         self._server.check_alive()
+
+    async def facts(self, call_ids: list[str]) -> dict[str, dict[str, Any]]:
+        """Sampled tokens and finish reason of those of the calls that were captured lately."""
+        return {} if self._server.capture is None else self._server.capture.board.facts(call_ids)
 
     async def stop(self) -> None:
         await self._server.stop()

@@ -59,52 +59,58 @@ def shift_by_one(trainer: Arrays, sampler: Arrays, masks: Arrays) -> Verdict:
 
 
 def temperature(trainer: Arrays, sampler: Arrays, masks: Arrays) -> Verdict:
-    """Found where the sampler's log-probs spread clearly more, or less, than the trainer's, in both directions.
+    """Found where the difference follows from how likely a token is, for some tokens up and for others down.
 
-    Dividing logits by T < 1 makes likely tokens likelier and unlikely ones unlikelier, so that the sampler's log-probs
-    follow a line over the trainer's whose slope lies above 1 (T > 1: below). Evidence: `slope` and `correlation` of
-    that line, `mean_abs` of the delta, `share_above`, the tokens that the trainer finds likelier.
+    Dividing logits by T < 1 makes likely tokens likelier and unlikely ones unlikelier (T > 1: the other way round), so
+    that trainer - sampler falls (rises) with the log-prob itself. Evidence: `correlation` of the difference with the
+    mean of both log-probs, `slope` (spread of the sampler's / of the trainer's), `mean_abs` of the difference,
+    `upward`, the part of its size that is trainer above sampler.
     """
     ours_K, theirs_K = _sampled(trainer, sampler, masks)
-    if ours_K.size < MIN_TOKENS or ours_K.std() < 1e-3 or theirs_K.std() < 1e-3:
-        return Verdict("temperature", False, "too few tokens, or all alike", {"tokens": float(ours_K.size)})
-    delta_K = ours_K - theirs_K
-    correlation = float(np.corrcoef(ours_K, theirs_K)[0, 1])
-    # The line that treats both arrays alike: neither is the true one, and both carry noise.
-    slope = float(theirs_K.std() / ours_K.std())
-    above = float((delta_K > 0.01).mean())
-    mean_abs = float(np.abs(delta_K).mean())
-    both_ways = 0.03 < above < 0.97
-    found = mean_abs > MIN_DELTA and correlation > 0.9 and both_ways and not 0.9 < slope < 1.1
+    delta_K, middle_K = ours_K - theirs_K, (ours_K + theirs_K) / 2
+    if delta_K.size < MIN_TOKENS or min(delta_K.std(), middle_K.std(), ours_K.std()) < 1e-9:
+        return Verdict("temperature", False, "too few tokens, or all alike", {"tokens": float(delta_K.size)})
+    # Not against either array alone: its own noise is in the difference too, and would correlate with it.
+    correlation = float(np.corrcoef(middle_K, delta_K)[0, 1])
+    mean_abs, upward = float(np.abs(delta_K).mean()), _upward(delta_K)
+    beyond_chance = abs(correlation) > max(0.35, 4 / np.sqrt(delta_K.size))
+    found = mean_abs > MIN_DELTA and beyond_chance and 0.05 < upward < 0.95
     sentence = (
-        f"the sampler's log-probs spread {slope:.2f} times the trainer's: one of them scaled its logits, the other not"
+        f"the sampler is {'sharper' if correlation < 0 else 'flatter'} than the trainer (correlation "
+        f"{correlation:+.2f}): one of them scaled its logits, the other not"
         if found
         else "both scale their logits alike"
     )
-    evidence = {"slope": slope, "correlation": correlation, "mean_abs": mean_abs, "share_above": above}
+    slope = float(theirs_K.std() / ours_K.std())
+    evidence = {"correlation": correlation, "slope": slope, "mean_abs": mean_abs, "upward": upward}
     return Verdict("temperature", found, sentence, evidence)
 
 
 def truncated_support(trainer: Arrays, sampler: Arrays, masks: Arrays) -> Verdict:
-    """Found where no token is likelier to the trainer than to the sampler, and most are less likely.
+    """Found where tokens are less likely to the trainer than to the sampler, and hardly any is likelier.
 
-    Renormalising over the kept tokens adds -log(kept mass) to each of them and takes from none. Evidence:
-    `share_above` (trainer likelier by more than 0.01 nat), `share_below`, `mean` of the delta.
+    Renormalising over the kept tokens adds -log(kept mass) to each of them and takes from none. Evidence: `upward` (as
+    for `temperature`), `share_below`, the tokens less likely to the trainer by more than 0.01 nat, `mean` difference.
     """
     ours_K, theirs_K = _sampled(trainer, sampler, masks)
-    if ours_K.size < MIN_TOKENS:
-        return Verdict("truncated_support", False, "too few tokens", {"tokens": float(ours_K.size)})
     delta_K = ours_K - theirs_K
-    above, below = float((delta_K > 0.01).mean()), float((delta_K < -0.01).mean())
-    mean = float(delta_K.mean())
-    found = above < 0.01 and below > 0.3 and mean < -MIN_DELTA / 2
+    if delta_K.size < MIN_TOKENS:
+        return Verdict("truncated_support", False, "too few tokens", {"tokens": float(delta_K.size)})
+    upward, below, mean = _upward(delta_K), float((delta_K < -0.01).mean()), float(delta_K.mean())
+    found = upward < 0.1 and below > 0.5 and mean < -MIN_DELTA / 2
     sentence = (
-        f"{below:.0%} of the tokens are less likely to the trainer and {above:.0%} likelier: the sampler left out a "
-        f"part of the vocabulary"
+        f"{below:.0%} of the tokens are less likely to the trainer, by {-mean:.2f} nat on average, and hardly any is "
+        f"likelier: the sampler left out a part of the vocabulary"
         if found
         else "both speak of the whole vocabulary"
     )
-    return Verdict("truncated_support", found, sentence, {"share_above": above, "share_below": below, "mean": mean})
+    return Verdict("truncated_support", found, sentence, {"upward": upward, "share_below": below, "mean": mean})
+
+
+def _upward(delta_K: np.ndarray) -> float:
+    """Part of the total |difference| in which the trainer is above the sampler, 0 to 1; 0.5 for no difference."""
+    total = float(np.abs(delta_K).sum())
+    return float(delta_K[delta_K > 0].sum()) / total if total > 0 else 0.5
 
 
 def row_errors(trainer: Arrays, sampler: Arrays, masks: Arrays) -> np.ndarray:

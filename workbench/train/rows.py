@@ -108,7 +108,6 @@ class TrainPartition:
     def fetch(self, keys: Sequence[str]) -> list[TrainRow]:
         """Rows in the order asked. Raises TrainerError naming the keys that did not come back whole."""
         from workbench import dataplane
-        from workbench.capture.staging import split_rows
 
         wanted = _distinct(keys)
         dataplane.connect_blocking()
@@ -119,7 +118,7 @@ class TrainPartition:
                 f"None of {len(wanted)} training rows could be read ({wanted[0]}, …): {error}. They were cleared "
                 f"before, or never published; see rows/ of the run."
             ) from error
-        return match_rows(wanted, [unpack_row(columns) for columns in split_rows(batch)])
+        return match_rows(wanted, [unpack_row(columns) for columns in dataplane.split_rows(batch)])
 
     def clear(self, keys: Sequence[str]) -> None:
         """Remove rows; unknown keys are fine."""

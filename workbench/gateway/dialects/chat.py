@@ -43,6 +43,10 @@ class ChatDialect(Dialect):
         return options
 
     def adapt(self, body: dict[str, Any]) -> list[str]:
+        # A null says what leaving the field out says. Clients send both (`model_dump`), the worker takes fewer of them.
+        body["messages"] = [
+            {name: value for name, value in message.items() if value is not None} for message in body["messages"]
+        ]
         return []
 
     def response_items(self, served: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -19,6 +19,9 @@ import numpy as np
 from workbench.errors import TrainerError
 from workbench.train.estimators.base import Estimator, GroupCentred, over_batch_deviation
 
+CANCELLED = 1e-9
+"""A sum of scaled rewards (each of size 1) below this part of its weights is 0."""
+
 
 @dataclass(frozen=True)
 class _OneReward(GroupCentred):
@@ -48,6 +51,8 @@ class Gdpo(Estimator):
         one = _OneReward()
         parts_KN = [one(reward_N, group_ids, valid_N) for reward_N in rewards_NK.T]
         sum_N = np.sum([weight * part_N for weight, part_N in zip(weights_K, parts_KN, strict=True)], axis=0)
+        # Rewards that cancel leave rounding behind, and dividing by the deviation would make advantages of it.
+        sum_N[np.abs(sum_N) <= CANCELLED * sum(map(abs, weights_K))] = 0.0
         return over_batch_deviation(sum_N, valid_N) if self.normalize_batch else sum_N
 
     def _weights(self, count: int) -> list[float]:

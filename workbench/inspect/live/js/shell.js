@@ -17,7 +17,9 @@ export class Shell {
     this.model = model;
     this.undo = [];
     this.keys = [];
+    this.idle = false;
     this.body = h("div", { class: "wb-body" });
+    // `idle`: there is nothing to move in, so keys other than ? do nothing.
     this.help = h("div", { class: "wb-help", hidden: true });
     this.error = h("div", { class: "wb-error", role: "alert", hidden: true });
     this.root = h("div", {
@@ -96,7 +98,7 @@ export class Shell {
       return;
     }
     const bound = this.keys.find(([key]) => key === event.key);
-    if (!bound) return;
+    if (!bound || (this.idle && event.key !== "?")) return;
     event.preventDefault();
     event.stopPropagation();
     bound[2]();

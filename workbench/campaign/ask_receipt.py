@@ -1,0 +1,93 @@
+"""Ask receipt: the client's side of `workbench receipt`, and the few lines that it prints.
+
+In: a run directory, rollout ids. Out: verdicts, made by the process that serves the run.
+Invariant: nothing is written here; without its server a run's open rollouts have no tokens left that could be stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from workbench import runs
+from workbench.campaign.desk import Verdict
+from workbench.campaign.desk_socket import ask
+from workbench.errors import ComponentDied, RunStoreError
+
+# Beside the finalizer's own deadline: the gateway's control calls, and a group that is being finalised before this one.
+MORE_S = 60.0
+FINALIZER_TIMEOUT_S = 60.0
+
+
+def ask_receipt(
+    run_dir: Path,
+    rollouts: Sequence[str],
+    *,
+    terminals: Sequence[str] = (),
+    rewards: Sequence[float] = (),
+    group: str | None = None,
+) -> list[Verdict]:
+    """Have rollouts of a served run closed, verified and stored as one group.
+
+    Raises RunStoreError for a directory without a run or with one that is not served, ComponentDied where its server
+    is gone, DeadlineExceeded, and the server's own refusals as WorkbenchError.
+    """
+    run = runs.open(run_dir)
+    status = run.status
+    desk = status.get("desk")
+    if not isinstance(desk, str):
+        raise RunStoreError(f"Run {run.name} is not served: it is a campaign's, whose rollouts have their receipts.")
+    finalizer: Any = run.recipe.get("finalizer") or {}
+    timeout_s = float(finalizer.get("timeout_s") or FINALIZER_TIMEOUT_S) + MORE_S
+    asked = {"rollouts": list(rollouts), "terminals": list(terminals), "rewards": list(rewards), "group": group}
+    try:
+        answer = ask(desk, asked, timeout_s)
+    except ConnectionError as error:
+        raise ComponentDied(
+            f"The server of run {run.name} is gone ({error}), and with it the tokens of rollouts that had no receipt. "
+            f"What was recorded of their calls: workbench inspect {run_dir}"
+        ) from None
+    return [Verdict.model_validate(verdict) for verdict in answer["verdicts"]]
+
+
+def verdict_text(verdict: Verdict, run_dir: Path) -> str:
+    """The verdict in a few lines."""
+    failed = f", {verdict.failed_calls} failed" if verdict.failed_calls else ""
+    reward = "none" if verdict.reward is None else f"{verdict.reward:g}"
+    if verdict.verified:
+        lines = [
+            f"Rollout {verdict.rollout_id}: verified",
+            f"  terminal  call {verdict.terminal}, {_selection(verdict)}",
+            f"  chain     {verdict.chain} of {verdict.calls} calls{failed}",
+            f"  tokens    {verdict.tokens:,}, {verdict.sampled_tokens:,} sampled; digest {_short(verdict.digest)}",
+        ]
+    else:
+        place = f" at call {verdict.call_id}" if verdict.call_id else ""
+        place += f", token {verdict.position}" if verdict.position is not None else ""
+        lines = [
+            f"Rollout {verdict.rollout_id}: rejected, {verdict.cause}{place}",
+            *([f"  detail    {' '.join(verdict.detail.split())}"] if verdict.detail else []),
+            f"  terminal  {'call ' + verdict.terminal if verdict.terminal else 'none'}, {_selection(verdict)}",
+            f"  calls     {verdict.calls}{failed}",
+        ]
+    lines += [
+        f"  reward    {reward}; stored as group {verdict.group_id}",
+        f"  look      workbench inspect {run_dir} {verdict.rollout_id}",
+    ]
+    return "\n".join(lines)
+
+
+def _selection(verdict: Verdict) -> str:
+    how = {
+        "declared": "declared",
+        "response_id": "by the response's id",
+        "content": "by the response's content",
+        "heuristic": "chosen by the parent links, nobody named one",
+        None: "not attributed",
+    }.get(verdict.selection, str(verdict.selection))
+    return how if verdict.selection is not None else f"{how} ({verdict.attribution})"
+
+
+def _short(digest: str | None) -> str:
+    return (digest or "")[:12]

@@ -1,0 +1,202 @@
+"""Desk: close rollouts of an agent that we do not run, and take them through the finalizer like a campaign's.
+
+    receipt asked for → is there such a rollout? → freeze → terminal, receipt → Finalizer (verify, store) → verdict
+
+Invariants: the rollouts of one request are one group, whole or not at all; a rollout is finalised once, and one whose
+finalising failed may be asked for again; tokens do not pass through here.
+Not here: how a request arrives (desk_socket), the words of the verdict (receipt_lines), verification (finalizer).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from workbench.errors import RunStoreError, SetupError
+from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome, RowSummary
+from workbench.gateway.client import ControlClient
+from workbench.ledger import assemble_receipt
+from workbench.runs.custody import ledger_files, rollout_of
+from workbench.runs.writer import RunWriter
+from workbench.wire import CallRecord, RolloutManifest, check_rollout_id
+
+Finalize = Callable[[FinalizationRequest], Awaitable[FinalizedGroup]]
+_SHOWN = 5
+
+
+class ReceiptAsked(BaseModel):
+    """What `workbench receipt` asks for. `terminals` and `rewards` are empty, or one a rollout, in order."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rollouts: list[str] = Field(min_length=1)
+    terminals: list[str] = []
+    rewards: list[float] = []
+    group: str | None = None
+
+
+class Verdict(BaseModel):
+    """What became of one rollout, without its tokens. `digest` is that of the whole sequence up to the terminal."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rollout_id: str
+    group_id: str
+    verified: bool
+    cause: str | None
+    detail: str | None
+    call_id: str | None
+    position: int | None
+    terminal: str | None
+    selection: str | None
+    attribution: str | None
+    digest: str | None
+    calls: int
+    chain: int
+    failed_calls: int
+    tokens: int
+    sampled_tokens: int
+    reward: float | None
+
+
+class ReceiptDesk:
+    """Finalises rollouts of one served run. `finalize` is the finalizer's, `control` the gateway's control client."""
+
+    def __init__(self, run_dir: Path, control: ControlClient, finalize: Finalize, writer: RunWriter) -> None:
+        self._run_dir = run_dir
+        self._control = control
+        self._finalize = finalize
+        self._writer = writer
+        self._turn = asyncio.Lock()
+        self.finalised: dict[str, str] = {}
+        """Rollout → its group, of those that have their receipt."""
+
+    def open_rollouts(self) -> list[str]:
+        """Rollouts that have calls and no receipt yet."""
+        seen = [rollout_of(path) for path in ledger_files(self._run_dir / "ledger")]
+        return [rollout_id for rollout_id in seen if rollout_id not in self.finalised]
+
+    async def receipt(self, request: dict[str, Any]) -> dict[str, Any]:
+        """`ReceiptAsked` in, `{"verdicts": […]}` out, both as JSON. One group at a time.
+
+        Raises SetupError for a request that contradicts itself, RunStoreError for a rollout without calls or with a
+        receipt, and what control client and finalizer raise.
+        """
+        try:
+            asked = ReceiptAsked.model_validate(request)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise SetupError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        group_id = _checked(asked)
+        async with self._turn:
+            for rollout_id in asked.rollouts:
+                await self._check_open(rollout_id)
+            if group_id in self.finalised.values():
+                raise RunStoreError(f"Group {group_id} is stored already. Next: choose another --group.")
+            outcomes, receipts = [], []
+            for index, rollout_id in enumerate(asked.rollouts):
+                outcome = await self._close(index, rollout_id, asked)
+                outcomes.append(outcome)
+                receipts.append(outcome.receipt)
+            asking = FinalizationRequest(
+                group_id=group_id, weight_version=_dispatch_version(outcomes), rollouts=outcomes
+            )
+            group = await self._finalize(asking)
+            self._writer.group({"step": None, **group.store_record()})
+            self.finalised |= dict.fromkeys(asked.rollouts, group_id)
+        verdicts = [_verdict(group_id, asked, row, outcome) for row, outcome in zip(group.rows, outcomes, strict=True)]
+        for verdict in verdicts:
+            self._writer.event("receipt", **verdict.model_dump())
+        return {"verdicts": [verdict.model_dump() for verdict in verdicts]}
+
+    async def _check_open(self, rollout_id: str) -> None:
+        if rollout_id in self.finalised:
+            raise RunStoreError(
+                f"Rollout {rollout_id} has its receipt already (group {self.finalised[rollout_id]}); it is given once. "
+                f"Next: workbench inspect {self._run_dir} {rollout_id}"
+            )
+        manifest = await self._control.manifest(rollout_id)
+        if not manifest.records and not manifest.failures:
+            known = self.open_rollouts()
+            some = f"{', '.join(known[:_SHOWN])}{', …' if len(known) > _SHOWN else ''}" if known else "none yet"
+            raise RunStoreError(f"Rollout {rollout_id} has no call in this run; without a receipt there are: {some}")
+
+    async def _close(self, index: int, rollout_id: str, asked: ReceiptAsked) -> RolloutOutcome:
+        closed = await self._control.freeze(rollout_id)
+        manifest = RolloutManifest.model_validate(closed["manifest"])
+        named = asked.terminals[index] if asked.terminals else None
+        reward = asked.rewards[index] if asked.rewards else None
+        receipt = assemble_receipt(
+            manifest,
+            rollout_id=rollout_id,
+            reward=reward,
+            declared_response_id=None if named is None else response_id_of(manifest.records, named),
+        )
+        return RolloutOutcome(
+            rollout_id=rollout_id, index=index, receipt=receipt, failures=manifest.failures, reward=reward or 0.0
+        )
+
+
+def response_id_of(records: Sequence[CallRecord], named: str) -> str:
+    """The response id that `--terminal` means: itself, or that of the one call whose id it is or begins.
+
+    What names no call is returned as it is: the receipt then says that it was not captured.
+    """
+    if any(record.response_id == named for record in records):
+        return named
+    calls = [record for record in records if record.model_call_id.startswith(named)]
+    return calls[0].response_id if len(calls) == 1 else named
+
+
+def _checked(asked: ReceiptAsked) -> str:
+    """The group's id. Raises SetupError (or WireError) for what cannot be meant."""
+    many = len(asked.rollouts)
+    for rollout_id in asked.rollouts:
+        check_rollout_id(rollout_id)
+    if len(set(asked.rollouts)) != many:
+        raise SetupError("A rollout is named twice; every rollout of a group is another one.")
+    for option, given in (("--terminal", asked.terminals), ("--reward", asked.rewards)):
+        if given and len(given) != many:
+            raise SetupError(f"{option}: expected none, or one for each of {many} rollouts in order; got {len(given)}.")
+    if not all(math.isfinite(reward) for reward in asked.rewards):
+        raise SetupError("--reward: expected finite numbers.")
+    # Part of a file name as rollout ids are, so of the same characters.
+    return check_rollout_id(asked.group if asked.group is not None else asked.rollouts[0])
+
+
+def _dispatch_version(outcomes: Sequence[RolloutOutcome]) -> int:
+    return max((r.weight_version for o in outcomes if o.receipt is not None for r in o.receipt.manifest), default=0)
+
+
+def _verdict(group_id: str, asked: ReceiptAsked, row: RowSummary, outcome: RolloutOutcome) -> Verdict:
+    receipt = outcome.receipt
+    assert receipt is not None
+    records = {record.model_call_id: record for record in receipt.manifest}
+    chain, call_id = 0, receipt.terminal_model_call_id
+    while call_id in records and chain <= len(records):
+        chain, call_id = chain + 1, records[call_id].parent_call_id
+    terminal = records.get(receipt.terminal_model_call_id or "")
+    return Verdict(
+        rollout_id=row.rollout_id,
+        group_id=group_id,
+        verified=row.sample_mask == 1,
+        cause=None if row.cause is None else row.cause.value,
+        detail=row.detail,
+        call_id=row.call_id,
+        position=row.position,
+        terminal=receipt.terminal_model_call_id,
+        selection=receipt.terminal_selection,
+        attribution=receipt.terminal_attribution_reason,
+        digest=None if terminal is None else terminal.cumulative_hash,
+        calls=len(records),
+        chain=chain,
+        failed_calls=len(outcome.failures),
+        tokens=row.tokens,
+        sampled_tokens=row.sampled_tokens,
+        reward=receipt.reward,
+    )

@@ -1,0 +1,53 @@
+"""Processes: all that a run started, found by the mark in their environment, and the certainty that none is left.
+
+Invariant: every process that a run starts, directly or not, inherits its mark (`workbench.places.MARK`), so all of them
+can be found and ended, the ones that have detached themselves too, and nobody else's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from pathlib import Path
+
+import psutil
+
+from workbench.places import MARK, ray_directories
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Everything alive that carries the mark, except this process."""
+    needle = f"{MARK}={mark}".encode()
+    found = []
+    for process in psutil.process_iter():
+        if process.pid == os.getpid():
+            continue
+        with contextlib.suppress(OSError, psutil.Error):
+            if needle in Path(f"/proc/{process.pid}/environ").read_bytes() and process.status() != "zombie":
+                found.append(process)
+    return found
+
+
+def end_marked(mark: str, grace_s: float = 5.0) -> int:
+    """End everything that carries the mark: SIGTERM, `grace_s` to comply, SIGKILL. Returns how many there were."""
+    found = marked(mark)
+    ended = {process.pid for process in found}
+    for process in found:
+        with contextlib.suppress(psutil.Error):
+            process.terminate()
+    deadline = time.monotonic() + grace_s
+    while (alive := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    # A process may have started another between the look and the kill, so look again until none is found.
+    while alive and time.monotonic() < deadline + 10:
+        for process in alive:
+            ended.add(process.pid)
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        time.sleep(0.05)
+        alive = marked(mark)
+    for left in ray_directories(mark):
+        shutil.rmtree(left, ignore_errors=True)
+    return len(ended)

@@ -1,0 +1,214 @@
+"""Serve: engine and gateway for an agent of one's own, without training.
+
+    recipe ─► Fleet without a trainer ─► base URL ─► a line a call ─► receipts (desk) ─► Ctrl-C: everything stopped
+
+Invariants: nothing heavy starts before the recipe was checked; whatever ends it, no process of it is left, the run
+store is closed and says truly how it ended; being stopped while it serves is its normal end and exit code 0.
+Not here: starting the parts (fleet), custody (gateway), closing a rollout (desk).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from workbench import dataplane, runs
+from workbench.actors import within
+from workbench.campaign import desk_socket
+from workbench.campaign.call_lines import CallLines, Facts
+from workbench.campaign.desk import ReceiptDesk
+from workbench.campaign.fleet import Fleet
+from workbench.campaign.processes import end_marked
+from workbench.config import Recipe
+from workbench.errors import RunStoreError, WorkbenchError
+from workbench.finalizer.group import FinalizationRequest, FinalizedGroup
+from workbench.places import MARK
+from workbench.runs.vocabulary import load_vocabulary
+from workbench.runs.writer import RunWriter, atomic_file
+
+CHECK_EVERY_S = 2.0
+CHECK_TIMEOUT_S = 30.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Stopped(Exception):
+    """A signal came; `number` is its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def serve(recipe: Recipe, run_dir: Path) -> int:
+    """Serve `recipe` into the new run directory `run_dir` until SIGINT, SIGTERM or SIGHUP; returns the exit code.
+
+    0 when it was stopped while it served, 128 + the signal's number when that came before. Raises SetupError before
+    anything heavy starts, DeadlineExceeded or ComponentDied naming the part at fault later.
+    """
+    mark = os.environ[MARK] = uuid.uuid4().hex
+    try:
+        return asyncio.run(_until_stopped(recipe, run_dir))
+    finally:
+        end_marked(mark)
+
+
+async def _until_stopped(recipe: Recipe, run_dir: Path) -> int:
+    with RunWriter(run_dir) as writer:
+        with atomic_file(run_dir / "recipe.yaml") as handle:
+            handle.write(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True).encode())
+        writer.status(status="running", phase="set-up", run=run_dir.name)
+        session = _Session(recipe, run_dir, writer)
+        try:
+            with _signals(asyncio.ensure_future(session.run())) as ends:
+                await ends
+        except Stopped as stop:
+            writer.event("stopped", reason=str(stop), calls=session.calls, open_rollouts=session.left_open)
+            if session.served:
+                writer.status(status="done", phase="stopped")
+                _say_goodbye(run_dir, session)
+                return 0
+            writer.status(status="killed", phase="stopped", error=f"stopped by {stop} before it served")
+            return 128 + stop.number
+        except BaseException as error:
+            writer.event("failed", error=type(error).__name__, message=str(error))
+            writer.status(status="failed", phase="failed", error=f"{type(error).__name__}: {error}")
+            raise
+    raise AssertionError("a session ends by a signal or by an error")
+
+
+@contextlib.contextmanager
+def _signals(task: asyncio.Task[None]) -> Iterator[asyncio.Future[None]]:
+    """Inside, a signal cancels `task`; what is yielded then raises `Stopped` once the task has cleaned up."""
+    loop = asyncio.get_running_loop()
+    came: list[int] = []
+
+    def stop(number: int) -> None:
+        if not came:
+            print(f"stopping on {signal.Signals(number).name}", file=sys.stderr, flush=True)
+            task.cancel()
+        came.append(number)
+
+    async def ends() -> None:
+        try:
+            await task
+        except asyncio.CancelledError:
+            if came:
+                raise Stopped(came[0]) from None
+            raise
+
+    for number in _SIGNALS:
+        loop.add_signal_handler(number, stop, number)
+    waiting = asyncio.ensure_future(ends())
+    try:
+        yield waiting
+    finally:
+        for number in _SIGNALS:
+            loop.remove_signal_handler(number)
+
+
+class _Session:
+    """One served run, from its first part to its last."""
+
+    def __init__(self, recipe: Recipe, run_dir: Path, writer: RunWriter) -> None:
+        self.recipe = recipe
+        self.run_dir = run_dir
+        self.writer = writer
+        self.served = False
+        self.calls = 0
+        self.left_open: list[str] = []
+        """Rollouts that had calls and no receipt when it ended."""
+
+    async def run(self) -> None:
+        async with Fleet(self.recipe, self.run_dir, on_phase=self._phase, training=False) as fleet:
+            desk = ReceiptDesk(self.run_dir, fleet.control, self._finalize_with(fleet), self.writer)
+            lines = CallLines(self.run_dir / "ledger", self._facts_from(fleet), _say)
+            async with desk_socket.listening(desk.receipt) as path:
+                self.writer.event("serving", url=fleet.gateway_url, timings_s=fleet.timings_s, probe=fleet.probe)
+                self.writer.status(phase="serving", url=fleet.gateway_url, desk=str(path))
+                _say(greeting(self.recipe, self.run_dir, fleet.gateway_url))
+                self.served = True
+                try:
+                    async with asyncio.TaskGroup() as tasks:
+                        tasks.create_task(lines.follow())
+                        tasks.create_task(self._watch(fleet))
+                except BaseExceptionGroup as group:
+                    raise group.exceptions[0] from None
+                finally:
+                    with contextlib.suppress(Exception):
+                        await lines.look()
+                    self.calls, self.left_open = lines.calls, desk.open_rollouts()
+
+    def _phase(self, phase: str) -> None:
+        self.writer.status(phase=phase)
+        print(phase, file=sys.stderr, flush=True)
+
+    async def _watch(self, fleet: Fleet) -> None:
+        while True:
+            await asyncio.sleep(CHECK_EVERY_S)
+            fleet.gateway.check()
+            await within(fleet.worker.check_alive.remote(), CHECK_TIMEOUT_S, "the policy worker", "answering")
+
+    def _facts_from(self, fleet: Fleet) -> Callable[[Sequence[str]], Any]:
+        async def facts(call_ids: Sequence[str]) -> Facts:
+            asked = fleet.worker.facts.remote(list(call_ids))
+            return await within(asked, CHECK_TIMEOUT_S, "the policy worker", "telling how calls ended")
+
+        return facts
+
+    def _finalize_with(self, fleet: Fleet) -> Callable[[FinalizationRequest], Any]:
+        async def finalize(request: FinalizationRequest) -> FinalizedGroup:
+            group = await fleet.finalizers.finalize(request)
+            # Nobody trains here, so the published rows would only fill the data plane; they are on disk.
+            try:
+                await dataplane.clear(dataplane.TRAIN, group.train_keys, deadline_s=self.recipe.finalizer.timeout_s)
+            except WorkbenchError as error:
+                self.writer.event("train_rows_left", group_id=group.group_id, message=str(error))
+            await asyncio.to_thread(_keep_vocabulary, self.run_dir, fleet.model_path)
+            return group
+
+        return finalize
+
+
+def greeting(recipe: Recipe, run_dir: Path, url: str) -> str:
+    """What an agent and its author need to know."""
+    return "\n".join(
+        [
+            f"Serving {recipe.model.path} at {url}, run {run_dir}",
+            f"  base URL   {url}/ng-rollout/<rollout>/v1",
+            "             <rollout>: a new name for each conversation, of letters, digits and . _ -",
+            f'  openai     OpenAI(base_url="{url}/ng-rollout/my-1/v1", api_key="unused"), model="policy"',
+            f'  anthropic  Anthropic(base_url="{url}/ng-rollout/my-1", api_key="unused"), model="policy"',
+            f"  receipt    workbench receipt {run_dir} my-1 --reward 1",
+            "Ctrl-C ends it. One line a call: rollout, call, mode, parent, prompt tokens added + sampled, end.",
+        ]
+    )
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _say_goodbye(run_dir: Path, session: _Session) -> None:
+    print(f"{session.calls} calls; the run: workbench inspect {run_dir}", file=sys.stderr)
+    if session.left_open:
+        names = ", ".join(session.left_open[:5]) + (", …" if len(session.left_open) > 5 else "")
+        print(f"without a receipt, and so without tokens now: {names}", file=sys.stderr, flush=True)
+
+
+def _keep_vocabulary(run_dir: Path, model_path: Path) -> None:
+    """Store the bytes behind the ids that occur, so that the run's tokens can be read without the model."""
+    try:
+        small = load_vocabulary(model_path / "tokenizer.json").only(runs.open(run_dir).token_ids())
+    except (RunStoreError, OSError):
+        return  # ids are shown then
+    with atomic_file(run_dir / "vocabulary.json") as handle:
+        handle.write(small.dump())
