@@ -101,7 +101,7 @@ class Gateway(Section):
     max_body_bytes: Positive = 16 * 2**20
     """Largest request body."""
     client_timeout_s: Seconds = 30.0
-    """How long a client may take to send one request."""
+    """How long a client may take to send a request, and how long it may leave an answer unread."""
 
 
 class DataPlane(Section):

@@ -135,7 +135,9 @@ def test_a_split_character_is_one_piece_and_a_literal_control_id_is_flagged():
     )
     from stored_run import VOCABULARY
 
-    words, columns = unpack(TokenStrip(frame, vocabulary=VOCABULARY).live.block)
+    strip = TokenStrip(frame, vocabulary=VOCABULARY)
+    assert f"1 control id inside a span of content, dashed (at token {first_end})" in strip.html()
+    words, columns = unpack(strip.live.block)
     assert [shown for _, _, shown, _ in words["joins"]] == ["🎲", "é"]
     assert np.flatnonzero(columns["flags"] & 2).tolist() == [first_end] and words["flagged"] == 1
     names = [words["role_names"][code] for _, code in words["roles"]]

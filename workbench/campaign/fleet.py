@@ -251,7 +251,8 @@ class Fleet:
                     "capture_enabled": recipe.token_capture.enabled,
                 },
             ),
-            60.0,
+            # It ends its own wait earlier, with a better reason than ours.
+            90.0,
             "the gateway",
             "starting",
         )

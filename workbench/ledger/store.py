@@ -9,7 +9,8 @@ Files per rollout, all in one directory that any number of processes may share:
     <rollout>.lineage.jsonl  custody and failure rows alone, byte for byte the contract's
     <rollout>.items.jsonl    digests of each call's conversation items (drift diagnosis reads them)
     <rollout>.events.jsonl   drift diagnoses, late commits, seals
-    <rollout>.replay.jsonl   what was served, for requests that come again (the gateway's)
+    <rollout>.replay.jsonl   what became of each call, for requests that come again (the gateway's, as .answers is,
+                             which holds the served bytes, and .responses.jsonl)
     <rollout>.frozen         its existence closes the rollout
 Invariant: a row is durable before the call that wrote it returns, and rows never change.
 Not here: tokens, HTTP, which call is the terminal one.

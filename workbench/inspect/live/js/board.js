@@ -10,9 +10,7 @@ const BUSY_MS = 8000;
 
 export default {
   render(context) {
-    const shell = new Shell(context, "CampaignBoard");
-    shell.guard(buildBoard)(shell);
-    return () => shell.close();
+    return new Shell(context, "CampaignBoard").run(buildBoard);
   },
 };
 

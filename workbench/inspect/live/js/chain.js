@@ -14,9 +14,7 @@ const LABELS = {
 
 export default {
   render(context) {
-    const shell = new Shell(context, "PrefixChain");
-    shell.guard(buildChain)(shell);
-    return () => shell.close();
+    return new Shell(context, "PrefixChain").run(buildChain);
   },
 };
 

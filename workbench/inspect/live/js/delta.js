@@ -6,9 +6,7 @@ import { Table } from "./table.js";
 
 export default {
   render(context) {
-    const shell = new Shell(context, "LogprobDelta");
-    shell.guard(buildDelta)(shell);
-    return () => shell.close();
+    return new Shell(context, "LogprobDelta").run(buildDelta);
   },
 };
 

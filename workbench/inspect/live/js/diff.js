@@ -8,9 +8,7 @@ import { Tokens } from "./tokens.js";
 
 export default {
   render(context) {
-    const shell = new Shell(context, "RowDiff");
-    shell.guard(buildDiff)(shell);
-    return () => shell.close();
+    return new Shell(context, "RowDiff").run(buildDiff);
   },
 };
 

@@ -5,9 +5,7 @@ import { Table } from "./table.js";
 
 export default {
   render(context) {
-    const shell = new Shell(context, "PoisonTable");
-    shell.guard(buildPoison)(shell);
-    return () => shell.close();
+    return new Shell(context, "PoisonTable").run(buildPoison);
   },
 };
 

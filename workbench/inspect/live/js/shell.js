@@ -80,6 +80,13 @@ export class Shell {
     this.help.replaceChildren(...this.keys.map(([key, words]) => h("div", {}, h("kbd", { text: key }), words)));
   }
 
+  /** Builds the view; `data-wb-ready` on the frame says when what it was given is on the screen. */
+  run(build) {
+    const shown = this.guard(build)(this);
+    Promise.resolve(shown).then(() => this.root.setAttribute("data-wb-ready", ""));
+    return () => this.close();
+  }
+
   send(trait, value) {
     this.model.set(trait, value);
     this.model.save_changes();

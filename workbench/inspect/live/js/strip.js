@@ -6,9 +6,7 @@ import { Tokens } from "./tokens.js";
 
 export default {
   render(context) {
-    const shell = new Shell(context, "TokenStrip");
-    shell.guard(buildStrip)(shell);
-    return () => shell.close();
+    return new Shell(context, "TokenStrip").run(buildStrip);
   },
 };
 
