@@ -99,6 +99,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         "JUPYTER_TOKEN": lab.token,  # not on the command line, where everybody can read it
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
     }
+    # As for somebody who has set nothing: live, and a snapshot under it.
+    environment.pop("WORKBENCH_DISPLAY", None)
     log = home / "lab.log"
     with log.open("wb") as out:
         process = subprocess.Popen(

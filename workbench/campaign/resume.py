@@ -31,7 +31,7 @@ from workbench.recipe_schema import Recipe
 _MAY_CHANGE = {
     "train.steps", "train.threads", "train.micro_batch_tokens", "train.buffer_groups", "engine.threads",
     "engine.kv_cache_gib", "engine.port", "gateway.host", "gateway.port", "rollouts.max_inflight_groups",
-    "finalizer.actors", "reports.dir",
+    "rollouts.max_inflight_rollouts", "finalizer.actors", "reports.dir",
 }  # fmt: skip
 _SECTIONS_MAY_CHANGE = ("checkpoint.", "deadlines.", "data_plane.", "ray.")
 

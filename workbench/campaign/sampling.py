@@ -44,6 +44,9 @@ class RolloutPump:
         self._left_open = deque(left.open_groups)
         self._next_group = left.next_group
         self._slots = asyncio.Semaphore(state.recipe.rollouts.max_inflight_groups)
+        at_once = state.recipe.rollouts.max_inflight_rollouts
+        # First come, first served, so that one at a time are played in the order of their places.
+        self._agents = asyncio.Semaphore(at_once) if at_once else contextlib.nullcontext()
 
     async def run(self) -> None:
         """Start the groups of all steps still to come, in order, each as soon as its staleness bound allows."""
@@ -165,12 +168,16 @@ class RolloutPump:
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as siblings:
-                tasks = [siblings.create_task(self._player.play(plan)) for plan in plans]
+                tasks = [siblings.create_task(self._play(plan)) for plan in plans]
         except BaseExceptionGroup as group:
             failure = group.exceptions[0]
         if failure is not None:
             raise failure
         return [task.result() for task in tasks]
+
+    async def _play(self, plan: RolloutPlan) -> RolloutOutcome:
+        async with self._agents:
+            return await self._player.play(plan)
 
     def _record(self, step: int, group: FinalizedGroup, sampled_s: float | None) -> None:
         writer = self._state.writer

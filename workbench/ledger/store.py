@@ -65,6 +65,7 @@ class Admitted:
     resolution: Resolution
     drift: Drift | None = None
     compaction_of: str | None = None  # the call whose history this root replaces, as the agent declared
+    parent_response_id: str | None = None  # what the parent call served
 
 
 class _Rollout:
@@ -146,7 +147,13 @@ class LedgerStore:
                     # A history that this rollout was seeded with: nothing of it was sampled here.
                     resolution = Resolution("root")
             if resolution.status != "unresolved":
-                return Admitted(resolution.admission(rollout_id, model_call_id), resolution, compaction_of=replaced)
+                parent = rollout.index.custody.get(resolution.parent or "")
+                return Admitted(
+                    resolution.admission(rollout_id, model_call_id),
+                    resolution,
+                    compaction_of=replaced,
+                    parent_response_id=parent.record.response_id if parent else None,
+                )
             drift = diagnose_drift(
                 read_items(rollout.items_path),
                 request_items,
