@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,7 +41,8 @@ SEEN = {
 
 @pytest.fixture(scope="module")
 def without_scripts(browser: Browser) -> Iterator[BrowserContext]:
-    context = browser.new_context(java_script_enabled=False, offline=True, viewport={"width": 1100, "height": 900})
+    context = browser.new_context(java_script_enabled=False, viewport={"width": 1100, "height": 900})
+    context.route(re.compile("^https?:"), lambda route: route.abort())
     yield context
     context.close()
 
@@ -58,12 +60,15 @@ def test_title_counts_picture_and_table_are_there_without_scripts(
         path.write_text(HTMLExporter(embed_images=True).from_notebook_node(notebook)[0], encoding="utf-8")
     title, counts, in_table = SEEN[name]
     page = without_scripts.new_page()
+    asked_for: list[str] = []
+    page.on("request", lambda request: asked_for.append(request.url))
     page.goto(path.as_uri(), wait_until="load")
     expect(page.locator("h1").first).to_contain_text(title)
     expect(page.get_by_text(counts).first).to_be_visible()
-    expect(page.locator("table td", has_text=in_table).first).to_be_visible()
+    expect(page.locator("table :is(th, td)", has_text=in_table).first).to_be_visible()
     pictures = [picture.bounding_box() for picture in page.locator("img").all()]
     assert pictures and all(box and box["width"] > 300 and box["height"] > 60 for box in pictures)
     assert "Loading widget" not in page.content()
+    assert kind != "report" or not [url for url in asked_for if url.startswith("http")], "a report fetches nothing"
     page.screenshot(path=screenshots / f"page-{name[:2]}-{kind}.png", full_page=True)
     page.close()

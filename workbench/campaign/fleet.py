@@ -199,11 +199,11 @@ class Fleet:
             ),
             recipe.finalizer.actors,
             timeout_s=recipe.finalizer.timeout_s,
-            start_timeout_s=recipe.deadlines.replace_s,
+            replace_timeout_s=recipe.deadlines.replace_s,
             report=self._report,
         )
         self._stops.append(("finalizers", lambda: finalizers.stop(recipe.deadlines.stop_s / 2)))
-        self.worker_url, *_ = await asyncio.gather(*waits, finalizers.start())
+        self.worker_url, *_ = await asyncio.gather(*waits, finalizers.start(deadline_s))
 
     def _worker_config(self, model_path: Path) -> dict[str, Any]:
         recipe = self.recipe
@@ -240,15 +240,9 @@ class Fleet:
                 {
                     "ledger_dir": str(self.run_dir / "ledger"),
                     "worker_url": self.worker_url,
-                    "host": recipe.gateway.host,
-                    "port": recipe.gateway.port,
-                    "workers": recipe.gateway.workers,
-                    "control_open": recipe.gateway.control_open,
-                    "client_timeout_s": recipe.gateway.client_timeout_s,
+                    **recipe.gateway.model_dump(),
                     "model": "policy",
                     "sampling": recipe.sampling.model_dump(),
-                    "request_timeout_s": recipe.gateway.request_timeout_s,
-                    "max_body_bytes": recipe.gateway.max_body_bytes,
                     "capture_enabled": recipe.token_capture.enabled,
                 },
             ),
