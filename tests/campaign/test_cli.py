@@ -100,7 +100,7 @@ def test_recipe_show_gives_yaml_that_is_a_recipe_again(tmp_path):
 
 
 def test_recipe_check_passes_every_shipped_recipe():
-    for name in ("cpu_smollm2", "cpu_smoke", "cpu_misbehave"):
+    for name in ("cpu_smollm2", "cpu_smoke", "cpu_misbehave", "serve_smollm2"):
         assert workbench("recipe", "check", name).stdout == f"{name}: good\n"
 
 
