@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -10,6 +12,7 @@ import stat
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,10 @@ import psutil
 import pytest
 
 from workbench import runs
+from workbench.campaign.ask_receipt import ask_receipt
 from workbench.campaign.verify_run import verify_run
+from workbench.errors import ComponentDied, RunStoreError, WorkbenchError
+from workbench.gateway.settings import CONTROL_TOKEN, WORKER_TOKEN
 from workbench.inspect import PrefixChain
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
@@ -31,6 +37,7 @@ SCRIPT = [
     {"text": "third"},
     {"rollout": "bad.*", "text": "not a number", "fault": "nan_logprob", "at": 1},
 ]
+MARK_OF_THE_TEST = "WORKBENCH_TEST_SERVED"
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 60.0
 
@@ -43,14 +50,38 @@ class Served:
         script.write_bytes(b"\n".join(map(orjson.dumps, SCRIPT)))
         self.run_dir = folder / "reports" / "agent"
         self.stdout, self.stderr = folder / "stdout", folder / "stderr"
+        self.mark = uuid.uuid4().hex
         arguments = ["engine.kind=scripted", f"engine.script_path={script}", f"reports.dir={folder / 'reports'}"]
         with self.stdout.open("wb") as out, self.stderr.open("wb") as err:
             self.process = subprocess.Popen(
-                [*CLI, "serve", "cpu_smoke", *arguments, "--run", "agent"], stdout=out, stderr=err
+                [*CLI, "serve", "cpu_smoke", *arguments, "--run", "agent"],
+                stdout=out,
+                stderr=err,
+                env={**os.environ, MARK_OF_THE_TEST: self.mark},
             )
+
+    def wait_until_it_serves(self) -> Served:
         self.wait_for(lambda: "base URL" in self.stdout.read_text(), START_TIMEOUT_S)
-        self.url = json.loads((self.run_dir / "status.json").read_text())["url"]
-        self.family = [self.process, *psutil.Process(self.process.pid).children(recursive=True)]
+        self.url = self.status()["url"]
+        return self
+
+    def status(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "status.json").read_text())
+
+    def family(self) -> list[psutil.Process]:
+        """Its processes that are alive, found by what they inherited from it."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                alive = process.status() != psutil.STATUS_ZOMBIE
+                if alive and process.environ().get(MARK_OF_THE_TEST) == self.mark:
+                    found.append(process)
+        return found
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(STOP_TIMEOUT_S)
 
     def wait_for(self, condition: Any, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -101,11 +132,9 @@ def workbench(*arguments: str) -> subprocess.CompletedProcess[str]:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     server = Served(tmp_path_factory.mktemp("served"))
     try:
-        yield server
+        yield server.wait_until_it_serves()
     finally:
-        if server.process.poll() is None:
-            server.process.send_signal(signal.SIGTERM)
-            server.process.wait(STOP_TIMEOUT_S)
+        server.stop()
 
 
 def test_a_rollout_becomes_a_verified_row_by_its_receipt(served: Served) -> None:
@@ -156,30 +185,30 @@ def test_a_rejected_rollout_says_why_and_where(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    ("rollouts", "options", "code", "says"),
     [
-        (("nobody.1",), 1, "Rollout nobody.1 has no call in this run"),
-        (("../elsewhere",), 1, "rollout"),
-        (("a", "a"), 2, "named twice"),
-        (("a", "b", "--reward", "1"), 2, "--reward: expected none, or one for each of 2 rollouts"),
-        (("a", "--reward", "nan"), 2, "--reward: expected finite numbers"),
-        (("a", "--terminal", "x", "--terminal", "y"), 2, "--terminal: expected none, or one for each of 1"),
+        (["nobody.1"], {}, 1, "Rollout nobody.1 has no call in this run"),
+        (["../elsewhere"], {}, 1, "rollout id"),
+        (["a", "a"], {}, 2, "named twice"),
+        (["a", "b"], {"rewards": [1.0]}, 2, "--reward: expected none, or one for each of 2 rollouts"),
+        (["a"], {"rewards": [math.inf]}, 2, "--reward: expected finite numbers"),
+        (["a"], {"terminals": ["x", "y"]}, 2, "--terminal: expected none, or one for each of 1"),
     ],
 )
-def test_what_cannot_be_meant_is_one_line(served: Served, arguments: tuple[str, ...], code: int, says: str) -> None:
-    done = served.receipt(*arguments)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert says in done.stderr and done.stderr.count("\n") == 1
+def test_what_cannot_be_meant_is_refused(
+    served: Served, rollouts: list[str], options: dict[str, Any], code: int, says: str
+) -> None:
+    with pytest.raises(WorkbenchError, match=says) as refused:
+        ask_receipt(served.run_dir, rollouts, **options)
+    assert refused.value.exit_code == code
 
 
 def test_only_its_owner_may_open_the_desk_and_no_secret_is_in_the_run(served: Served) -> None:
-    desk = Path(json.loads((served.run_dir / "status.json").read_text())["desk"])
+    desk = Path(served.status()["desk"])
     assert stat.S_IMODE(desk.stat().st_mode) == 0o600
     assert stat.S_IMODE(desk.parent.stat().st_mode) == 0o700
-    tokens = set()
-    for process in served.family:
-        environment = psutil.Process(process.pid).environ() if psutil.pid_exists(process.pid) else {}
-        tokens |= {value for name, value in environment.items() if name.endswith(("CONTROL_TOKEN", "WORKER_TOKEN"))}
+    environments = [process.environ() for process in served.family()]
+    tokens = {e[name] for e in environments for name in (CONTROL_TOKEN, WORKER_TOKEN) if name in e}
     assert tokens
     written = [path for path in [served.stdout, served.stderr, *served.run_dir.rglob("*")] if path.is_file()]
     for path in written:
@@ -191,29 +220,40 @@ def test_an_interrupt_ends_everything_and_the_run_says_so(served: Served) -> Non
     """Last: it ends the server that the tests before it use."""
     served.talk("open.1", turns=1)
     served.lines("open.1", 1)
-    desk = Path(json.loads((served.run_dir / "status.json").read_text())["desk"])
-    family = [psutil.Process(p.pid) for p in served.family if psutil.pid_exists(p.pid)]
+    desk = Path(served.status()["desk"])
     served.process.send_signal(signal.SIGINT)
     assert served.process.wait(STOP_TIMEOUT_S) == 0
-    _, alive = psutil.wait_procs(family, timeout=10.0)
-    assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+    assert served.family() == []
     assert not desk.parent.exists()
     assert "without a receipt, and so without tokens now: open.1" in served.stderr.read_text()
     assert runs.open(served.run_dir).campaign["state"].to_list() == ["finished"]
-    gone = served.receipt("open.1")
-    assert gone.returncode == 1
-    assert "The server of run agent is gone" in gone.stderr and gone.stderr.count("\n") == 1
+    with pytest.raises(ComponentDied, match="The server of run agent is gone"):
+        ask_receipt(served.run_dir, ["open.1"])
     report = verify_run(served.run_dir)
     assert report.ok, str(report)
     assert report.rows_valid == 3
     assert os.listdir(served.run_dir / "receipts") != []
 
 
+def test_an_interrupt_before_it_serves_leaves_nothing_and_says_so(tmp_path: Path) -> None:
+    early = Served(tmp_path)
+    try:
+        early.wait_for(lambda: "starting data plane" in early.stderr.read_text(), START_TIMEOUT_S)
+        early.process.send_signal(signal.SIGINT)
+        assert early.process.wait(STOP_TIMEOUT_S) == 128 + signal.SIGINT
+    finally:
+        early.stop()
+    assert early.family() == []
+    assert early.stdout.read_text() == ""
+    assert runs.open(early.run_dir).campaign.select("state", "error").row(0) == (
+        "interrupted",
+        "stopped by SIGINT before it served",
+    )
+
+
 def test_a_run_that_is_not_served_has_no_desk(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text('{"status": "done", "run": "other"}')
-    done = workbench("receipt", str(tmp_path), "a")
-    assert done.returncode == 1
-    assert "Run other is not served" in done.stderr and done.stderr.count("\n") == 1
-    nothing = workbench("receipt", str(tmp_path / "none"), "a")
-    assert nothing.returncode == 1
-    assert "No run in" in nothing.stderr
+    with pytest.raises(RunStoreError, match="Run other is not served"):
+        ask_receipt(tmp_path, ["a"])
+    with pytest.raises(RunStoreError, match="No run in"):
+        ask_receipt(tmp_path / "none", ["a"])

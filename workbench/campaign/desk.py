@@ -92,7 +92,7 @@ class ReceiptDesk:
         except ValidationError as error:
             first = error.errors()[0]
             raise SetupError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-        group_id = _checked(asked)
+        group_id = checked_group(asked)
         async with self._turn:
             for rollout_id in asked.rollouts:
                 await self._check_open(rollout_id)
@@ -153,8 +153,8 @@ def response_id_of(records: Sequence[CallRecord], named: str) -> str:
     return calls[0].response_id if len(calls) == 1 else named
 
 
-def _checked(asked: ReceiptAsked) -> str:
-    """The group's id. Raises SetupError (or WireError) for what cannot be meant."""
+def checked_group(asked: ReceiptAsked) -> str:
+    """The group's id. Raises SetupError, or WireError for an id that is none, for what cannot be meant."""
     many = len(asked.rollouts)
     for rollout_id in asked.rollouts:
         check_rollout_id(rollout_id)
