@@ -1,12 +1,13 @@
 # From a fresh clone, each of these does everything that it needs: environment, packages, models, then the job.
 #   make campaign   a real GRPO campaign with token capture; leaves reports/<run>/campaign.ipynb
 #   make test       lint and all tests, those with a real engine included
-# Variables: RECIPE, ARGS="key=value …", EXTRAS=gpu,dev, PYTHON, PYTEST_ARGS.
+# Variables: RECIPE, ARGS="key=value …", EXTRAS=gpu,dev, PYTHON, PYTEST_ARGS, FUZZ_SECONDS.
 
 RECIPE ?= cpu_smollm2
 ARGS ?=
 EXTRAS ?= cpu,dev
 PYTEST_ARGS ?=
+FUZZ_SECONDS ?= 600
 
 PY := .venv/bin/python
 # The first Python that runs and is new enough; a name in the path may be a shim that only prints an error.
@@ -14,7 +15,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models campaign test check lab clean
+.PHONY: help setup models campaign test check fuzz lab clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 12
@@ -39,6 +40,9 @@ check: setup ## lint, types and the fast tests, in two or three minutes
 	@$(PY) -m ruff check .
 	@$(PY) -m mypy
 	@$(PY) -m pytest -m "not ray and not engine and not browser" $(PYTEST_ARGS)
+
+fuzz: models ## mutated ledgers, requests, receipts and envelopes: make fuzz [FUZZ_SECONDS=600]
+	@FUZZ_SECONDS="$(FUZZ_SECONDS)" $(PY) -m pytest tests/fuzz --timeout 0 $(PYTEST_ARGS)
 
 lab: models ## JupyterLab on the notebooks
 	@$(PY) -m workbench.campaign.cli lab

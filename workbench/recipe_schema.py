@@ -68,6 +68,9 @@ class Sampling(Section):
     """Drop tokens less likely than this share of the most likely one; 0.0 is off."""
     max_tokens: Positive = 64
     """The most tokens that one call may sample."""
+    seed_each_call: bool = False
+    """Sample every captured call with a seed of its own, made of `seed`, the rollout's place and the prompt, so that it
+    does not depend on what else runs. A request that is sent again then samples the same again."""
 
 
 class Engine(Section):
@@ -101,7 +104,7 @@ class Gateway(Section):
     max_body_bytes: Positive = 16 * 2**20
     """Largest request body."""
     client_timeout_s: Seconds = 30.0
-    """How long a client may take to send one request."""
+    """How long a client may take to send a request, and how long it may leave an answer unread."""
 
 
 class DataPlane(Section):
@@ -154,6 +157,9 @@ class Environment(Section):
 class Rollouts(Section):
     max_inflight_groups: Positive = 4
     """Groups whose agents run at once."""
+    max_inflight_rollouts: Positive | None = None
+    """Rollouts whose agents run at once, in the order of their places; 1 makes a run repeatable to the bit, together
+    with `sampling.seed_each_call` and `train.max_staleness: 0`. null: all rollouts of the groups that run."""
     timeout_s: Seconds = 180.0
     """How long one rollout may take. Longer makes it a placeholder."""
     stall_timeout_s: Seconds = 300.0

@@ -238,3 +238,12 @@ def test_a_wrong_environment_is_refused_in_one_line(override, expected):
     with pytest.raises(RecipeError) as caught:
         made(override)
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"), [("Salt.", 1.0), ("salt and waves", 0.5), ("a b c d e f", 0.0), ("", 0.0), ("  ", 0.0)]
+)
+async def test_say_briefly_pays_for_few_words_but_not_for_none(answer, reward):
+    environment = made("environment.name=say_briefly", "environment.options={words: 5}")
+    result = await play(environment, Endpoint([answer]))
+    assert environment.reward(environment.task(1), result).total == reward

@@ -346,6 +346,21 @@ async def test_reader_who_leaves_gets_the_call_staged_as_aborted(
     assert sampled == worker.tap.sampled[admission.model_call_id][: len(sampled)]
 
 
+async def test_a_seeded_call_samples_the_same_again_in_another_run(worker: Worker, monkeypatch: Any) -> None:
+    monkeypatch.setattr(worker.server.capture.engine, "_pins", SamplingPins(max_tokens=MAX_TOKENS, seed=3))
+
+    async def sampled(rollout_id: str) -> tuple[list[int], int]:
+        agent = Agent(worker.server, rollout_id)
+        call_id, _, _ = await agent.call([USER])
+        (row,) = await worker.rows(agent, call_id)
+        return row.token_ids_delta.tolist(), row.extras["sampling"]["seed"]
+
+    first = await sampled("run.9.0.0")
+    await sampled("run.9.2.0")  # moves the engine's own generator
+    assert await sampled("another.run.9.0.0") == first
+    assert (await sampled("run.9.1.0"))[1] != first[1] != (await sampled("run.9.0.1"))[1]
+
+
 def other_weights(model: Path, folder: Path) -> Path:
     """A copy of the model with every weight changed, tied output head included."""
     import torch

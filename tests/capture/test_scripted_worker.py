@@ -51,7 +51,10 @@ async def until(condition: Any) -> None:
 
 
 async def test_row_keeps_the_sampled_pieces_of_a_word(chatml_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """The policy samples `he`,`llo` whose text encodes as other ids; the child's prompt begins with exactly those."""
+    """TRL #5224: the policy samples `he`,`llo`, whose text encodes as other ids; the child's prompt begins with those.
+
+    verl #6921, miles #784: the template's line break after the turn is carried; a sampled stop token stands once.
+    """
     words = tokenizer("chatml")
     pieces = [words.convert_tokens_to_ids(piece) for piece in ("h", "e", "l", "l", "o")]
     assert words("hello", add_special_tokens=False)["input_ids"] != pieces
@@ -93,6 +96,7 @@ async def test_streamed_and_whole_responses_stage_the_same(
 async def test_length_cut_and_stop_string_are_recorded_with_all_ids(
     chatml_folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
+    """vLLM #47616: a stop string is cut from the text, and from nothing else; where it stopped is recorded."""
     words = tokenizer("chatml")
     script = write_script(tmp_path, {"text": "The capital of France is Paris."})
     async with serving(chatml_folder, script, monkeypatch) as (server, sink):
@@ -125,6 +129,7 @@ async def test_length_cut_and_stop_string_are_recorded_with_all_ids(
 async def test_what_the_engine_leaves_out_is_a_typed_failure_and_the_agent_is_served(
     chatml_folder: Path, tmp_path: Path, monkeypatch: Any, fault: str, cause: Cause
 ) -> None:
+    """vLLM #28256 (no ids), vime #70 (too few log-probs), TRL #6166 (NaN): typed, and the probe stops at them too."""
     script = write_script(tmp_path, {"text": "Paris is the capital", "fault": fault, "at": 2})
     async with serving(chatml_folder, script, monkeypatch) as (server, sink):
         for stream in (False, True):
@@ -275,6 +280,7 @@ async def test_memory_for_prefixes_is_bounded(chatml_folder: Path, tmp_path: Pat
 async def test_prefix_that_cannot_be_had_is_a_typed_failure_and_the_agent_is_served(
     chatml_folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
+    """Gym #1545, NeMo RL #3763: a prefix that was lost on the way, or is another one."""
     script = write_script(tmp_path, {"text": "one"})
     async with serving(chatml_folder, script, monkeypatch, cache_bytes=0) as (server, sink):
         agent = Agent(server, "run.0.0.0")
@@ -360,6 +366,7 @@ async def test_weight_update_gives_up_at_its_deadline_and_lets_calls_go_on(
 async def test_sampling_of_a_captured_call_is_the_recipes(
     chatml_folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
+    """TRL #4159: what the log-probs were sampled with is pinned and recorded."""
     script = write_script(tmp_path, {"text": "one"})
     pins = {"temperature": 0.7, "top_p": 0.9, "max_tokens": 40}
     async with serving(chatml_folder, script, monkeypatch, sampling=pins) as (server, sink):
@@ -385,6 +392,7 @@ async def test_untagged_calls_are_served_and_not_staged(chatml_folder: Path, tmp
 async def test_prompt_beyond_the_window_is_a_client_error_without_coordinates(
     chatml_folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
+    """Trinity-RFT #608: a prompt over the window by one is refused; nothing is invented."""
     script = write_script(tmp_path, {"text": "one"})
     async with serving(chatml_folder, script, monkeypatch, max_model_len=32) as (server, sink):
         agent = Agent(server, "run.0.0.0")
@@ -399,6 +407,19 @@ async def test_prompt_beyond_the_window_is_a_client_error_without_coordinates(
         assert (sink.rows, server.capture.board.live_calls) == ({}, 0)
 
 
+async def test_a_call_with_less_room_than_it_asked_for_is_cut_at_the_window(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """tinker-cookbook #506: prompt + max_tokens is over the window; the answer is cut by length and stays captured."""
+    script = write_script(tmp_path, {"text": "The capital of France is Paris. " * 9})
+    async with serving(chatml_folder, script, monkeypatch, max_model_len=64) as (server, sink):
+        agent = Agent(server, "run.0.0.0")
+        call, response, _ = await agent.call([USER], max_tokens=60)
+        assert response["choices"][0]["finish_reason"] == "length"
+        (row,) = await rows_of(sink, agent, call)
+        assert (row.cum_len, row.extras["truncated"]) == (64, True)
+
+
 async def test_probe_proves_this_engine_and_leaves_nothing_behind(
     chatml_folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -411,6 +432,7 @@ async def test_probe_proves_this_engine_and_leaves_nothing_behind(
 
 
 async def test_probe_stops_a_begin_token_that_stands_twice(tmp_path: Path, monkeypatch: Any) -> None:
+    """TRL #3853, vLLM #16976: template and tokenizer both write it."""
     words = tokenizer("llama3")
     folder = tmp_path / "model"
     words.save_pretrained(folder)

@@ -170,6 +170,9 @@ TURN: Turn = {
 async def test_child_prompt_begins_with_parents_cumulative_ids(
     kind: str, system: str | None, question: str, turns: list[Turn]
 ) -> None:
+    """Odd ids (tinker-cookbook #938), characters cut in two (Megatron-LM #4126, dynamo #8630), stop tokens that begin
+    the next message (miles #784): sampled ids stay, and the tail is what the template renders.
+    """
     held = Conversation(kind, system, question)
     for turn in turns:
         ended = held.speak(turn)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
+
 from workbench.gateway.dialects import DIALECTS
 
 Items = list[dict[str, Any]]
@@ -72,10 +74,14 @@ class Teller:
             listed = [{"type": "function", "name": name, "parameters": {}} for name in tools]
             return {"model": "policy", "input": items, "tools": listed, "store": False}
         listed = [{"name": name, "input_schema": {}} for name in tools]
-        return {"model": "policy", "messages": items, "tools": listed, "max_tokens": 9}
+        return {"model": "policy", "messages": items, "tools": listed, "max_tokens": 64}
 
     def request_items(self, items: Items, tools: list[str] = ["search"]) -> Items:  # noqa: B006
         return self.dialect.request_items(self.body(items, tools))
+
+    def request_items_of(self, content: bytes) -> Items:
+        """The conversation in a request's bytes."""
+        return self.dialect.request_items(orjson.loads(content))
 
     def served(self, answer: Items) -> dict[str, Any]:
         """The object that serves these items."""
@@ -87,6 +93,4 @@ class Teller:
 
 
 def _json(arguments: str) -> Any:
-    import orjson
-
     return orjson.loads(arguments or "{}")

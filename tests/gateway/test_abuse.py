@@ -13,9 +13,10 @@ import orjson
 import pytest
 import pytest_asyncio
 
-from conftest import CONTROL, Stack, gateway_over, until
+from conftest import CONTROL, Stack, gateway_over, listening, until
 from workbench.gateway import control
 from workbench.gateway.app import Gateway
+from workbench.gateway.patience import patient
 from workbench.gateway.settings import GatewaySettings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -262,6 +263,7 @@ async def test_a_body_over_the_configured_size_is_refused(stack: Stack, announce
         ["X-WORKBENCH-ROLLOUT: other"],
         ["x-workbench-something: new"],
         ["x-workbench-compaction: resp_1", "x-workbench-admission: e30="],
+        ["x-workbench-compaction: resp_1", "x-workbench-compaction: resp_2"],
         ["Idempotency-Key: one", "idempotency-key: other"],
     ],
 )
@@ -367,6 +369,30 @@ async def test_a_client_that_dawdles_is_given_up(impatient: str) -> None:
     assert status(in_body) == 408
     assert b"body_timeout" in in_body
     assert status(in_control_body) == 408
+
+
+async def test_a_client_that_does_not_read_is_given_up() -> None:
+    """An answer larger than what lies between the two, so that only reading makes room."""
+    sent, over = 0, asyncio.Event()
+
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal sent
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await receive()
+        left = asyncio.ensure_future(receive())
+        while not left.done() and sent < 2**30:
+            await send({"type": "http.response.body", "body": b"x" * 2**20, "more_body": True})
+            sent += 2**20
+            await asyncio.sleep(0)
+        over.set()
+
+    async with listening(endless, http=patient(0.5)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        writer.write(head("/", method="GET"))
+        await asyncio.wait_for(over.wait(), 30.0)
+        writer.close()
+    assert sent < 2**30
 
 
 # -- faults of our own -------------------------------------------------------------------------------------------------

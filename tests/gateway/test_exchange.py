@@ -220,6 +220,20 @@ async def test_untagged_calls_pass_and_leave_no_trace(stack: Stack) -> None:
     assert len(stack.sink.rows) == before
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+async def test_every_dialect_is_served_untagged_and_not_captured(stack: Stack, path: str, stream: bool) -> None:
+    store, staged = stack.gateway.custodian.store.directory, len(stack.sink.rows)
+    files = {file.name for file in store.iterdir()}
+    body = {"model": "policy", "max_tokens": 9, "stream": stream, "input" if path == "responses" else "messages": ASK}
+    answer = await stack.http.post(f"{stack.url}/v1/{path}", json=body)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/event-stream" if stream else "application/json")
+    assert "policy" in answer.text
+    assert len(stack.sink.rows) == staged
+    assert {file.name for file in store.iterdir()} == files
+
+
 async def test_the_control_plane_tells_strangers_nothing(stack: Stack) -> None:
     route = f"{stack.url}/training-token-capture/control/rollouts"
     answers = set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from conftest import gateway_over, listening, until
+from conftest import CONTROL, gateway_over, listening, until
+from workbench.errors import LedgerCorrupt
+from workbench.gateway.client import ControlClient
 from workbench.wire import CaptureAdmission, hash_token_ids, staging_key
 
 ASK = {"model": "policy", "messages": [{"role": "user", "content": "say something"}]}
@@ -24,6 +27,10 @@ ANSWER = {
     "id": "chatcmpl-1",
     "object": "chat.completion",
     "choices": [{"index": 0, "message": {"role": "assistant", "content": "yes"}, "finish_reason": "stop"}],
+}
+RESPONSE = {
+    "object": "response",
+    "output": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "yes"}]}],
 }
 DIGEST = hash_token_ids([1, 2, 3])
 
@@ -39,6 +46,7 @@ class Worker:
         self.app = Starlette(
             routes=[
                 Route("/v1/chat/completions", self._complete, methods=["POST"]),
+                Route("/v1/responses", self._complete, methods=["POST"]),
                 Route("/workbench/capture/{call}", self._acknowledge),
             ]
         )
@@ -241,12 +249,49 @@ async def test_a_dead_worker_is_told_at_once(tmp_path: Path) -> None:
         assert failure.reason == "request_finished_without_staged_coordinates"
 
 
-async def test_a_damaged_ledger_stops_its_rollout_and_no_other(tmp_path: Path) -> None:
-    async with asking(Worker(lambda: JSONResponse(ANSWER), staged), tmp_path) as (ask, store):
-        assert (await ask()).status_code == 200
-        path = tmp_path / "r.lineage.jsonl"
+@pytest.mark.parametrize("suffix", ["lineage", "replay"])
+async def test_a_broken_line_before_others_stops_its_rollout_and_no_other(suffix: str, tmp_path: Path) -> None:
+    worker = Worker(lambda: JSONResponse(ANSWER), staged)
+    async with (
+        listening(worker.app) as worker_url,
+        gateway_over(worker_url, tmp_path) as (url, _),
+        ControlClient(url, CONTROL) as control,
+        httpx.AsyncClient(timeout=20.0) as http,
+    ):
+
+        async def ask(rollout_id: str) -> httpx.Response:
+            return await http.post(f"{url}/ng-rollout/{rollout_id}/v1/chat/completions", json=ASK)
+
+        for rollout_id in ("damaged", "whole"):
+            assert (await ask(rollout_id)).status_code == 200
+        path = tmp_path / f"damaged.{suffix}.jsonl"
         path.write_bytes(b"{broken\n" + path.read_bytes())
-        told = await ask()
-        assert told.json()["error"]["code"] == "ledger_corrupt"
+        told = await ask("damaged")
+        assert (told.status_code, told.json()["error"]["code"]) == (500, "ledger_corrupt")
         assert f"{path}, line 1" in told.json()["error"]["message"]
-        assert store.manifest("another").records == []
+        with pytest.raises(LedgerCorrupt, match=f"{path.name}, line 1"):
+            await control.freeze("damaged")
+        assert (await ask("whole")).status_code == 200
+        assert len((await control.freeze("whole"))["manifest"]["records"]) == 2
+
+
+@pytest.mark.parametrize("suffix", ["lineage", "replay", "responses", "items", "events"])
+async def test_a_torn_last_line_is_dropped(suffix: str, tmp_path: Path) -> None:
+    """A call and two that continue it, with a crash in the middle of a line after the first one."""
+    ids = itertools.count(1)
+    worker = Worker(lambda: JSONResponse(RESPONSE | {"id": f"resp_{next(ids)}"}), staged)
+    async with (
+        listening(worker.app) as worker_url,
+        gateway_over(worker_url, tmp_path) as (url, gateway),
+        httpx.AsyncClient(timeout=20.0) as http,
+    ):
+        route = f"{url}/ng-rollout/torn/v1/responses"
+        answer = await http.post(route, json={"input": "go"})
+        with (tmp_path / f"torn.{suffix}.jsonl").open("ab") as file:
+            file.write(b'{"kind":"answer","id":"resp_1","model_call_id":"x')
+        for _ in range(2):
+            named = {"previous_response_id": answer.json()["id"]}
+            answer = await http.post(route, json={"input": "and then?", **named})
+            assert answer.status_code == 200, answer.text
+        assert len(gateway.custodian.store.manifest("torn").records) == 3
+        assert gateway.custodian.store.manifest("torn").failures == []

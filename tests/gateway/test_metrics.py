@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from conftest import Stack, until
+from workbench.gateway.metrics import Metrics
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+on_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 USER = [{"role": "user", "content": "say something"}]
 SAID = {"role": "assistant", "content": "never said"}
@@ -34,6 +37,7 @@ async def ask(stack: Stack, rollout_id: str, **body: Any) -> Any:
     return await stack.http.post(f"{stack.url}/ng-rollout/{rollout_id}/v1/chat/completions", json=body)
 
 
+@on_one_loop
 async def test_a_root_and_its_child(stack: Stack) -> None:
     before = await numbers(stack)
     first = (await ask(stack, "numbers")).json()["choices"][0]["message"]
@@ -53,6 +57,7 @@ async def test_a_root_and_its_child(stack: Stack) -> None:
     assert (await numbers(stack))["workbench_staging_seconds_sum"] > before.get("workbench_staging_seconds_sum", 0.0)
 
 
+@on_one_loop
 async def test_an_unresolved_call_by_its_cause(stack: Stack) -> None:
     await ask(stack, "numbers.lost")
     before = await numbers(stack)
@@ -65,6 +70,7 @@ async def test_an_unresolved_call_by_its_cause(stack: Stack) -> None:
     }
 
 
+@on_one_loop
 async def test_refusals_by_their_code(stack: Stack) -> None:
     before = await numbers(stack)
     await ask(stack, "numbers.refused", n=2)
@@ -74,7 +80,9 @@ async def test_refusals_by_their_code(stack: Stack) -> None:
     await stack.http.post(
         f"{stack.url}/v1/chat/completions", content=b" " * (stack.gateway.settings.max_body_bytes + 1)
     )
+    await stack.http.get(f"{stack.url}/training-token-capture/control/rollouts/numbers/manifest")
     assert await moved(stack, before) == {
+        'refused_total{code="unauthorized"}': 1,
         'refused_total{code="not_capturable"}': 1,
         'refused_total{code="invalid_request"}': 1,
         'refused_total{code="rollout_frozen"}': 1,
@@ -82,6 +90,7 @@ async def test_refusals_by_their_code(stack: Stack) -> None:
     }
 
 
+@on_one_loop
 async def test_calls_under_way_repetitions_and_late_rows(stack: Stack) -> None:
     before, store = await numbers(stack), stack.gateway.custodian.store
     asked = asyncio.create_task(ask(stack, "slow.numbers"))
@@ -97,3 +106,10 @@ async def test_calls_under_way_repetitions_and_late_rows(stack: Stack) -> None:
     assert "live_calls" not in after
     assert after["late_rows_total"] == after['repeated_requests_total{how="joined"}'] == 1
     assert "commits_total" not in after
+
+
+def test_every_number_is_in_the_docs_and_no_other() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
+    told = {f"workbench_{name.removesuffix('_total')}" for name in re.findall(r"`workbench_(\w+?)(?:\{\w+\})?`", page)}
+    families = text_string_to_metric_families(Metrics().render().decode())
+    assert told == {family.name for family in families if not family.name.endswith("_created")}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import orjson
@@ -70,22 +71,48 @@ async def gated(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Async
     await gate.http.aclose()
 
 
+async def by_sdk(url: str, path: str, stream: bool) -> list[Any]:
+    """The answer as the API's own client gives it: an object, or its events. It gives up early and asks again."""
+    options: Any = {"api_key": "unused", "max_retries": 5, "timeout": 0.3}
+    if path == "messages":
+        async with anthropic.AsyncAnthropic(base_url=url.removesuffix("/v1"), **options) as claude:
+            return await whole(claude.messages.create(**ASKS[path], stream=stream))
+    async with openai.AsyncOpenAI(base_url=url, **options) as agent:
+        create: Any = agent.responses.create if path == "responses" else agent.chat.completions.create
+        return await whole(create(**ASKS[path], stream=stream))
+
+
+async def whole(asked: Any) -> list[Any]:
+    answer = await asked
+    return [event async for event in answer] if hasattr(answer, "__aiter__") else [answer]
+
+
+def text_in(part: dict[str, Any]) -> str:
+    """What an answer, or one event of it, adds to the text."""
+    match part:
+        case {"choices": choices}:
+            return "".join((choice.get("message") or choice["delta"]).get("content") or "" for choice in choices)
+        case {"object": "response", "output": [{"content": [{"text": text}]}]}:
+            return text
+        case {"type": "message", "content": [{"text": text}]}:
+            return text
+        case {"type": "response.output_text.delta", "delta": text}:
+            return text
+        case {"type": "content_block_delta", "delta": {"text": text}}:
+            return text
+    return ""
+
+
+@pytest.mark.parametrize("path", ASKS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_sdk_that_times_out_and_retries_makes_one_row(gated: Gated, stream: bool) -> None:
-    rollout_id, joined = f"sdk.{stream}", gated.repeated("joined")
+async def test_an_sdk_that_times_out_and_retries_makes_one_row(gated: Gated, stream: bool, path: str) -> None:
+    rollout_id, joined = f"sdk.{stream}.{path[:4]}", gated.repeated("joined")
     gated.gate.hold(COMPLETION)
-    async with openai.AsyncOpenAI(
-        base_url=gated.route(rollout_id), api_key="unused", max_retries=2, timeout=0.3
-    ) as agent:
-        asked = asyncio.create_task(agent.chat.completions.create(**ASK, stream=stream))  # type: ignore[call-overload]
-        await until(lambda: gated.repeated("joined") > joined, "the SDK's retry joins the call")
-        gated.gate.release()
-        answer = await asked
-        if stream:
-            text = "".join([chunk.choices[0].delta.content or "" async for chunk in answer if chunk.choices])
-        else:
-            text = answer.choices[0].message.content
-    assert text == "first"
+    asked = asyncio.create_task(by_sdk(gated.route(rollout_id), path, stream))
+    await until(lambda: gated.repeated("joined") > joined, "the SDK's retry joins the call")
+    gated.gate.release()
+    came = await asked
+    assert "".join(text_in(part.model_dump()) for part in came) == "first"
     assert gated.rows(rollout_id) == 1
 
 

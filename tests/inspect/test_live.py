@@ -13,7 +13,15 @@ import pytest
 from stored_run import END, START, encode, make_run
 
 from workbench import runs
-from workbench.inspect import PrefixChain, TokenStrip, display_mode, set_mode, telling_rollout
+from workbench.inspect import (
+    LogprobDelta,
+    PoisonTable,
+    PrefixChain,
+    TokenStrip,
+    display_mode,
+    set_mode,
+    telling_rollout,
+)
 from workbench.inspect.custody import custody_of
 from workbench.inspect.live.pack import pack, unpack
 from workbench.inspect.live.widget import JS, module
@@ -127,7 +135,9 @@ def test_a_split_character_is_one_piece_and_a_literal_control_id_is_flagged():
     )
     from stored_run import VOCABULARY
 
-    words, columns = unpack(TokenStrip(frame, vocabulary=VOCABULARY).live.block)
+    strip = TokenStrip(frame, vocabulary=VOCABULARY)
+    assert f"1 control id inside a span of content, dashed (at token {first_end})" in strip.html()
+    words, columns = unpack(strip.live.block)
     assert [shown for _, _, shown, _ in words["joins"]] == ["🎲", "é"]
     assert np.flatnonzero(columns["flags"] & 2).tolist() == [first_end] and words["flagged"] == 1
     names = [words["role_names"][code] for _, code in words["roles"]]
@@ -170,6 +180,40 @@ def test_a_call_without_tokens_says_why(run):
     assert live.tokens.block == b"" and "no staged tokens" in live.tokens.missing
 
 
+def test_choosing_a_rejected_rollout_opens_its_chain(run):
+    table = PoisonTable(run)
+    live = table.live
+    assert [row["cause"] for row in live.causes.causes] == table.causes["cause"].to_list()
+    assert len(live.causes.rollouts) == live.causes.total == 4
+    lost = next(row for row in live.causes.rollouts if row["cause"] == "unresolved_parent")
+    assert lost["near_item"] == 0 and "history" not in lost["where"] and lost["call_id"][:8] in lost["where"]
+    live.causes.chosen = lost["rollout_id"]
+    words, _ = unpack(live.rollout.chain.block)
+    assert lost["call_id"] in words["ids"] and live.rollout.chain.custody["state"] == "rejected"
+
+
+def test_choosing_one_of_the_worst_tokens_shows_it_in_its_text(run):
+    delta = LogprobDelta(run)
+    live = delta.live
+    worst = live.delta.worst[0]
+    assert abs(worst["delta"]) == pytest.approx(delta.numbers.max_abs)
+    assert sum(live.delta.parts[0]["counts"]) == delta.numbers.tokens
+    assert [part["name"] for part in live.delta.parts] == ["all", "v0", "v1"]
+    live.delta.chosen = 0
+    assert live.tokens.at == worst["position"]
+    token = run.tokens(worst["rollout_id"]).row(worst["position"], named=True)
+    assert token["token_id"] == worst["token_id"] and token["delta"] == pytest.approx(worst["delta"])
+
+
+def test_every_live_view_of_a_ledger_says_what_it_lacks():
+    ledger = runs.open_ledger(FOREIGN)
+    assert LogprobDelta(ledger).live.delta.missing == "a ledger holds no tokens and no log-probs"
+    table = PoisonTable(ledger)
+    assert table.snapshot().png and table.live.causes.total == 12
+    table.live.causes.chosen = table.rejected["rollout_id"][0]
+    assert table.live.rollout.chain.block
+
+
 def test_a_foreign_ledger_has_live_chains_and_says_that_it_has_no_tokens():
     ledger = runs.open_ledger(FOREIGN)
     for rollout_id in ledger.rollouts["rollout_id"]:
@@ -193,7 +237,7 @@ def test_custody_is_said_with_cause_call_position_and_digest(run):
 
 
 def test_modules_are_whole_and_their_names_do_not_collide():
-    for entry in ("strip.js", "chain.js", "diff.js"):
+    for entry in ("strip.js", "chain.js", "diff.js", "delta.js", "poison.js", "board.js"):
         text = module(entry)
         assert "import " not in re.sub(r"//.*", "", text) and text.count("export default") == 1
         names = re.findall(r"^(?:async )?(?:function|class|const|let) ([A-Za-z_]\w*)", text, re.MULTILINE)

@@ -205,7 +205,8 @@ class Fleet:
             "kv_cache_gib": recipe.engine.kv_cache_gib,
             "threads": recipe.engine.threads,
             "port": recipe.engine.port,
-            "sampling": recipe.sampling.model_dump(),
+            "sampling": recipe.sampling.model_dump(exclude={"seed_each_call"})
+            | {"seed": recipe.seed if recipe.sampling.seed_each_call else None},
             "sink_timeout_s": recipe.token_capture.sink_timeout_s,
             "cache_bytes": recipe.token_capture.cache_bytes,
             "capture_enabled": recipe.token_capture.enabled,
@@ -239,7 +240,8 @@ class Fleet:
                     "capture_enabled": recipe.token_capture.enabled,
                 },
             ),
-            60.0,
+            # It ends its own wait earlier, with a better reason than ours.
+            90.0,
             "the gateway",
             "starting",
         )

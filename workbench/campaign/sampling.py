@@ -37,6 +37,9 @@ class RolloutPump:
         self._environment = environment
         self._next_group = next_group
         self._slots = asyncio.Semaphore(state.recipe.rollouts.max_inflight_groups)
+        at_once = state.recipe.rollouts.max_inflight_rollouts
+        # First come, first served, so that one at a time are played in the order of their places.
+        self._agents = asyncio.Semaphore(at_once) if at_once else contextlib.nullcontext()
         self._finalizer_turn = 0
 
     async def run(self, steps_done: int = 0) -> None:
@@ -121,12 +124,16 @@ class RolloutPump:
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as siblings:
-                tasks = [siblings.create_task(self._player.play(plan)) for plan in plans]
+                tasks = [siblings.create_task(self._play(plan)) for plan in plans]
         except BaseExceptionGroup as group:
             failure = group.exceptions[0]
         if failure is not None:
             raise failure
         return [task.result() for task in tasks]
+
+    async def _play(self, plan: RolloutPlan) -> RolloutOutcome:
+        async with self._agents:
+            return await self._player.play(plan)
 
     async def _finalize(self, request: FinalizationRequest) -> FinalizedGroup:
         fleet = self._state.fleet

@@ -71,6 +71,10 @@ class TrainPump:
         state.writer.step(
             {"step": step, "weight_version": state.weights.version, **pooled, **measured, **times, **staleness}
         )
+        if measured.get("agreement_suspect"):
+            state.writer.event(
+                "agreement", step=step, suspect=measured["agreement_suspect"], evidence=measured.get("agreement")
+            )
         state.writer.status(
             phase="step done",
             step=step,

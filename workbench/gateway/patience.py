@@ -1,7 +1,7 @@
-"""Patience: how long a connection may stay between requests and in the middle of one's head.
+"""Patience: how long a client may take to send a request's head, and to take what it is sent.
 
-uvicorn waits for the first byte of a second request for a few seconds, but for the rest of a head without end: a client
-that sends a byte now and then would keep a connection as long as it likes. (Bodies: `control.read_body`.)
+uvicorn bounds the time between two requests and nothing else: a client that sends a byte now and then, or asks for a
+stream and does not read it, would keep its connection as long as it likes. (Bodies: `control.read_body`.)
 """
 
 from __future__ import annotations
@@ -18,33 +18,43 @@ else:
 
 
 def patient(timeout_s: float) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol, closing a connection whose request has no whole head after `timeout_s` seconds."""
+    """uvicorn's HTTP protocol, closing a connection whose client stalls for `timeout_s` seconds."""
 
     class Patient(_Protocol):
-        _give_up: asyncio.TimerHandle | None = None
+        _head_due: asyncio.TimerHandle | None = None
+        _room_due: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            self._wait()
+            self._await_head()
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             if self.cycle is None or self.cycle.response_complete:
-                self._wait()
+                self._await_head()
             else:
-                self._stop_waiting()
+                _cancel(self._head_due)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._room_due = self.loop.call_later(timeout_s, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            _cancel(self._room_due)
+            super().resume_writing()
 
         def connection_lost(self, error: Exception | None) -> None:
-            self._stop_waiting()
+            _cancel(self._head_due)
+            _cancel(self._room_due)
             super().connection_lost(error)
 
-        def _wait(self) -> None:
-            if self._give_up is None:
-                self._give_up = self.loop.call_later(timeout_s, self.transport.abort)
-
-        def _stop_waiting(self) -> None:
-            if self._give_up is not None:
-                self._give_up.cancel()
-                self._give_up = None
+        def _await_head(self) -> None:
+            if self._head_due is None or self._head_due.cancelled():
+                self._head_due = self.loop.call_later(timeout_s, self.transport.abort)
 
     return Patient
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

@@ -19,12 +19,19 @@ class Presence:
     def __init__(self, directory: Path) -> None:
         self.id = uuid4().hex
         self._directory = directory
-        self._fd = os.open(self._path(self.id), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        # Locked before it has its name, or somebody might find it unlocked and take this process for dead.
+        unnamed = directory / f"{self.id}.starting"
+        self._fd = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         os.write(self._fd, b"%d\n" % os.getpid())  # for people who look for it
+        unnamed.rename(self._path(self.id))
+        for path in directory.glob("*.gateway"):
+            self.alive(path.stem)
 
     def alive(self, gateway: str) -> bool:
         """Whether that gateway is running. What a dead one left behind is removed."""
+        if gateway == self.id:
+            return True
         path = self._path(gateway)
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

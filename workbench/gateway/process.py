@@ -32,38 +32,39 @@ STOP_TIMEOUT_S = 10.0
 class GatewayProcess:
     """A running gateway: `url` (base address), `pids` (one a process), `check()`, `stop()`. Made by `start`."""
 
-    def __init__(self, url: str, members: Sequence[_Member], metrics_dir: tempfile.TemporaryDirectory[str]) -> None:
+    def __init__(self, url: str, members: Sequence[_Member], stack: contextlib.ExitStack) -> None:
         self._members = members
-        self._metrics_dir = metrics_dir
+        self._stack = stack
         self.url = url
         self.pids = [member.process.pid for member in members]
 
     @classmethod
-    def start(cls, config: Mapping[str, Any] | GatewaySettings, *, start_timeout_s: float = 30.0) -> GatewayProcess:
+    def start(cls, config: Mapping[str, Any] | GatewaySettings, *, start_timeout_s: float = 60.0) -> GatewayProcess:
         """Start `workers` processes and wait until all of them serve. Blocks.
 
         Raises `SetupError` with a child's one line where it could not start, `DeadlineExceeded` where it took longer.
         """
         settings = config if isinstance(config, GatewaySettings) else parse_settings(config)
-        listeners = listen(settings.host, settings.port, settings.workers)
-        url = url_of(listeners[0])
         deadline = time.monotonic() + start_timeout_s
-        metrics_dir = tempfile.TemporaryDirectory(prefix="workbench-metrics-")
         members: list[_Member] = []
-        try:
+        with contextlib.ExitStack() as stack:
+            listeners = listen(settings.host, settings.port, settings.workers)
+            url = url_of(listeners[0])
             for listener in listeners:
-                members.append(_Member.start(listener, settings, metrics_dir.name))
+                stack.callback(listener.close)
+            environment = {**os.environ}
+            environment.pop(METRICS_DIR, None)
+            if settings.workers > 1:
+                metrics_dir = tempfile.TemporaryDirectory(prefix="workbench-metrics-")
+                environment[METRICS_DIR] = stack.enter_context(metrics_dir)
+            stack.callback(_end, members)
+            for listener in listeners:
+                members.append(_Member.start(listener, settings, environment))
                 # A socket that is open here too would still take connections once its process is dead.
                 listener.close()
             for member in members:
                 member.wait_until_it_serves(deadline, start_timeout_s)
-        except BaseException:
-            for listener in listeners:
-                listener.close()
-            _end(members)
-            metrics_dir.cleanup()
-            raise
-        return cls(url, members, metrics_dir)
+            return cls(url, members, stack.pop_all())
 
     def alive(self) -> bool:
         """Whether all processes are there."""
@@ -81,8 +82,7 @@ class GatewayProcess:
 
     def stop(self) -> None:
         """End the processes: close their pipes, then terminate, then kill. Does nothing the second time."""
-        _end(self._members)
-        self._metrics_dir.cleanup()
+        self._stack.close()
 
 
 @dataclass
@@ -93,11 +93,7 @@ class _Member:
     log: IO[bytes]
 
     @classmethod
-    def start(cls, listener: socket, settings: GatewaySettings, metrics_dir: str) -> _Member:
-        environment = {**os.environ}
-        environment.pop(METRICS_DIR, None)
-        if settings.workers > 1:
-            environment[METRICS_DIR] = metrics_dir
+    def start(cls, listener: socket, settings: GatewaySettings, environment: Mapping[str, str]) -> _Member:
         log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         process = subprocess.Popen(
             [sys.executable, "-m", "workbench.gateway", str(listener.fileno())],

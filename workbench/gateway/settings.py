@@ -54,7 +54,7 @@ class GatewaySettings(BaseModel):
     coords_timeout_s: float = Field(20.0, gt=0)
     """Longest wait for the worker's acknowledgement once the completion is there."""
     client_timeout_s: float = Field(30.0, gt=0)
-    """Longest time that a client may take to send one request, from its first byte to its last."""
+    """Longest time that a client may take to send a request's head, its body, and to take what is ready for it."""
     answers_keep_s: float = Field(3600.0, gt=0)
     """How long a rollout's served answers are kept for requests that come again, counted from its last one."""
     max_body_bytes: int = Field(32 * 2**20, ge=1024)

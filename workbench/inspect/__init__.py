@@ -1,8 +1,8 @@
 """Inspect: look at a run, a rollout or a foreign ledger in a notebook, with a kernel or without.
 
 Inspectors take a run (or its frames) and give objects that show themselves: `PrefixChain`, `TokenStrip`, `PoisonTable`,
-`LogprobDelta`, `RowDiff`, `CaptureRate`, `RewardCurve`. `snapshot()` is a picture and a text without script, `live` a
-widget over the same object; `set_mode` says which of them a notebook shows.
+`LogprobDelta`, `RowDiff`, `CampaignBoard`, `CaptureRate`, `RewardCurve`. `snapshot()` is a picture and a text without
+script, `live` (of the first six) a widget over the same object; `set_mode` says which of them a notebook shows.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.inspect.mode import display_mode, set_mode
 
 if TYPE_CHECKING:
+    from workbench.inspect.board import CampaignBoard
     from workbench.inspect.choose import telling_rollout
     from workbench.inspect.figures import CaptureRate, RewardCurve
     from workbench.inspect.logprobs import LogprobDelta
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from workbench.inspect.token_strip import TokenStrip
 
 __all__ = [
+    "CampaignBoard",
     "CaptureRate",
     "LogprobDelta",
     "PoisonTable",
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CampaignBoard": "board",
     "CaptureRate": "figures",
     "LogprobDelta": "logprobs",
     "PoisonTable": "tables",

@@ -1,15 +1,15 @@
 """LogprobDelta: how far the trainer's log-probabilities are from the sampler's, token by token.
 
 In: the log-prob frame of a run (one row a sampled token that was trained on). Out: the distribution, the difference by
-position and by weight version, the worst tokens in their text, and one detector. Formulas (upstream's names), with
-d = trainer - sampler log-prob: `token_mult_prob_error` = mean exp|d|, `gen_kl_error` = mean (exp d - d - 1).
+position and by weight version, the worst tokens in their text, and what the detectors say. Formulas (upstream's names)
+with d = trainer - sampler log-prob: `token_mult_prob_error` = mean exp|d|, `gen_kl_error` = mean (exp d - d - 1).
 Not here: deciding whether a difference is too large (the campaign's proof does, after every weight sync).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
@@ -18,7 +18,8 @@ from matplotlib.ticker import FuncFormatter
 
 from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
-from workbench.inspect.snapshot import StaticView
+from workbench.inspect.detectors import Finding, findings
+from workbench.inspect.snapshot import LiveView
 from workbench.inspect.style import (
     MARKERS,
     SAMPLED,
@@ -29,9 +30,14 @@ from workbench.inspect.style import (
     say_nothing_to_show,
 )
 from workbench.inspect.text import pieces_of
+from workbench.runs.tokens import LOGPROB_DTYPES
 from workbench.runs.vocabulary import Vocabulary
 
+if TYPE_CHECKING:
+    from workbench.inspect.live.delta import DeltaAndTokens
+
 WORST = 12
+WORST_LIVE = 300
 _CONTEXT = 8
 
 
@@ -90,13 +96,23 @@ def shift_of_best_fit(tokens: pl.DataFrame, *, reach: int = 2) -> int:
     return best if means[best] < 0.5 * means[0] else 0
 
 
-class LogprobDelta(StaticView):
-    """Trainer - sampler log-prob per sampled token. `source` is a run (anything with `.logprobs()`) or such a frame."""
+class LogprobDelta(LiveView):
+    """Trainer - sampler log-prob per sampled token. `source` is a run (anything with `.logprobs()`) or such a frame.
+
+    A ledger has no log-probs and gives an empty view that says so.
+    """
 
     def __init__(self, source: Any, *, vocabulary: Vocabulary | None = None) -> None:
-        frame: pl.DataFrame = source if isinstance(source, pl.DataFrame) else source.logprobs()
+        self.source = None if isinstance(source, pl.DataFrame) else source
+        self.why_empty = "no token has been trained on yet"
+        if isinstance(source, pl.DataFrame):
+            frame = source
+        elif hasattr(source, "logprobs"):
+            frame = source.logprobs()
+        else:
+            frame, self.why_empty = pl.DataFrame(schema=LOGPROB_DTYPES), "a ledger holds no tokens and no log-probs"
         self.tokens = frame.drop_nulls(["logprob", "trainer_logprob"])
-        if vocabulary is None and not isinstance(source, pl.DataFrame):
+        if vocabulary is None and hasattr(source, "vocabulary"):
             try:
                 vocabulary = source.vocabulary()
             except RunStoreError:
@@ -109,7 +125,7 @@ class LogprobDelta(StaticView):
     def sentence(self) -> str:
         n = self.numbers
         if n.tokens == 0:
-            return "Log-prob delta · no token has been trained on yet"
+            return f"Log-prob delta · {self.why_empty}"
         found = "in place" if self.shift == 0 else f"SHIFTED BY {self.shift:+d}"
         return (
             f"Log-prob delta · {n.tokens:,} sampled tokens · mean |Δ| {n.mean_abs:.4f} · p99 {n.p99_abs:.3f} · "
@@ -119,12 +135,10 @@ class LogprobDelta(StaticView):
     def draw(self) -> Figure:
         figure, (spread, place) = panels(3.2, columns=2, width_ratios=[1.15, 1])
         if self.numbers.tokens == 0:
-            say_nothing_to_show(spread, "no token has been trained on yet")
+            say_nothing_to_show(spread, self.why_empty)
             say_nothing_to_show(place, "nothing by position")
             return figure
-        limit = max(float(np.quantile(np.abs(self.delta_T), 0.995)), 1e-6) * 1.25
-        edges = np.linspace(-limit, limit, 62)
-        counts, _ = np.histogram(np.clip(self.delta_T, -limit, limit), bins=edges)
+        edges, counts = self.histogram(self.delta_T)
         centres = (edges[:-1] + edges[1:]) / 2
         width = edges[1] - edges[0]
         below = centres < 0
@@ -148,12 +162,9 @@ class LogprobDelta(StaticView):
         for x, side, words in ((0.02, "left", "← trainer less likely"), (0.98, "right", "trainer more likely →")):
             spread.text(x, 0.97, words, transform=spread.transAxes, ha=side, va="top", fontsize=8.5)
 
-        lines = [("all", self.tokens)]
-        versions = self.tokens["weight_version"].drop_nulls().unique().sort().to_list()
-        if len(versions) > 1:
-            lines += [(f"v{v}", self.tokens.filter(pl.col("weight_version") == v)) for v in (versions[0], versions[-1])]
-        for k, (label, part) in enumerate(lines):
-            at, mean_abs = self._by_place(part)
+        parts = self.by_version()
+        for k, (label, part) in enumerate([parts[0], *(parts[1:2] + parts[-1:] if len(parts) > 2 else [])]):
+            at, mean_abs = self.by_place(part)
             place.plot(
                 at,
                 mean_abs,
@@ -171,7 +182,26 @@ class LogprobDelta(StaticView):
         legend_beside_title(place)
         return figure
 
-    def _by_place(self, tokens: pl.DataFrame, bins: int = 8) -> tuple[list[float], list[float]]:
+    def findings(self) -> list[Finding]:
+        """What the detectors say."""
+        return findings(self.tokens, self.shift)
+
+    def histogram(self, delta_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """61 equal ranges (62 edges, nat) about 0 and the tokens in each; the two ends gather what lies beyond."""
+        limit = max(float(np.quantile(np.abs(self.delta_T), 0.995)), 1e-6) * 1.25
+        edges = np.linspace(-limit, limit, 62)
+        counts, _ = np.histogram(np.clip(delta_T, -limit, limit), bins=edges)
+        return edges, counts
+
+    def by_version(self) -> list[tuple[str, pl.DataFrame]]:
+        """All tokens, then (where there are several) those of each weight version, oldest first."""
+        versions = self.tokens["weight_version"].unique().sort().to_list()
+        parts = [("all", self.tokens)]
+        if len(versions) > 1:
+            parts += [(f"v{v}", self.tokens.filter(pl.col("weight_version").eq_missing(v))) for v in versions]
+        return parts
+
+    def by_place(self, tokens: pl.DataFrame, bins: int = 8) -> tuple[list[float], list[float]]:
         """Mean |Δ| in equal ranges of sampled positions: (middle of the range, mean)."""
         last = max(self.tokens["sampled_position"].to_list(), default=0)
         size = max(1, -(-(last + 1) // bins))
@@ -187,11 +217,7 @@ class LogprobDelta(StaticView):
         parts = [markup.line(self.sentence(), strong=True)]
         if n.tokens == 0:
             return markup.block(*parts)
-        rows = [self._numbers_row("all", n)]
-        versions = self.tokens["weight_version"].unique().sort().to_list()
-        for version in versions if len(versions) > 1 else []:
-            part = self.tokens.filter(pl.col("weight_version").eq_missing(version))
-            rows.append(self._numbers_row(f"version {version}", delta_numbers(part["delta"].to_numpy())))
+        rows = [self._numbers_row(name, delta_numbers(part["delta"].to_numpy())) for name, part in self.by_version()]
         header = (
             "tokens of",
             "count",
@@ -204,14 +230,9 @@ class LogprobDelta(StaticView):
             "gen_kl_error",
         )
         parts.append(markup.table(header, rows))
-        if self.shift:
-            parts.append(
-                markup.line(
-                    f"The trainer's log-probs fit the sampler's best when moved by {self.shift:+d} tokens: they are "
-                    "shifted, the loss is about the wrong tokens.",
-                    strong=True,
-                )
-            )
+        for finding in self.findings():
+            words = f"{finding.name}: {finding.words}"
+            parts.append(markup.line(words, strong=finding.state == "found", muted=finding.state == "unknown"))
         parts.append(markup.line(f"The {min(WORST, n.tokens)} largest differences, of {n.tokens:,} tokens"))
         parts.append(
             markup.table(("Δ", "sampler", "trainer", "rollout", "position", "token", "before it"), self._worst())
@@ -225,31 +246,41 @@ class LogprobDelta(StaticView):
         return [*cells, *(markup.Cell(f"{value:.5f}", right=True) for value in values)]
 
     def _worst(self) -> list[list[markup.Cell | str]]:
+        return [
+            [
+                markup.Cell(f"{row['delta']:+.3f}", right=True, strong=True),
+                markup.Cell(f"{row['logprob']:.3f}", right=True),
+                markup.Cell(f"{row['trainer_logprob']:.3f}", right=True),
+                row["rollout_id"],
+                markup.Cell(str(row["position"]), right=True),
+                row["text"],
+                markup.Cell(row["before"], muted=True),
+            ]
+            for row in self.worst(WORST)
+        ]
+
+    def worst(self, count: int) -> list[dict[str, Any]]:
+        """The `count` tokens with the largest |Δ|: the frame's columns, `text`, and `before` (what precedes it)."""
         ranked = (
             self.tokens.with_row_index("at")
             .with_columns(pl.col("delta").abs().alias("size"))
             .sort(["size", "rollout_id", "position"], descending=[True, False, False])
-            .head(WORST)
+            .head(count)
         )
-        rows: list[list[markup.Cell | str]] = []
-        for row in ranked.to_dicts():
-            before = self.tokens.slice(max(0, row["at"] - _CONTEXT), min(_CONTEXT, row["at"])).filter(
-                pl.col("rollout_id") == row["rollout_id"]
-            )
-            rows.append(
-                [
-                    markup.Cell(f"{row['delta']:+.3f}", right=True, strong=True),
-                    markup.Cell(f"{row['logprob']:.3f}", right=True),
-                    markup.Cell(f"{row['trainer_logprob']:.3f}", right=True),
-                    row["rollout_id"],
-                    markup.Cell(str(row["position"]), right=True),
-                    self._text([row["token_id"]]),
-                    markup.Cell(self._text(before["token_id"].to_list()), muted=True),
-                ]
-            )
+        ids, rollouts = self.tokens["token_id"].to_list(), self.tokens["rollout_id"].to_list()
+        rows = ranked.to_dicts()
+        for row in rows:
+            start = max(0, row["at"] - _CONTEXT)
+            before = [ids[k] for k in range(start, row["at"]) if rollouts[k] == row["rollout_id"]]
+            row["text"], row["before"] = self._text([row["token_id"]]), self._text(before)
         return rows
 
     def _text(self, token_ids: list[int]) -> str:
         if self.vocabulary is None:
             return " ".join(str(i) for i in token_ids)
         return "".join(piece.shown for piece in pieces_of(token_ids, self.vocabulary))
+
+    def make_live(self, fallbacks: int) -> DeltaAndTokens:
+        from workbench.inspect.live.delta import DeltaAndTokens
+
+        return DeltaAndTokens(self, fallbacks=fallbacks)

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
 from workbench.inspect.chain_columns import chain_columns
-from workbench.inspect.chain_picture import draw_chain
+from workbench.inspect.chain_picture import BAND, draw_chain
 from workbench.inspect.custody import custody_of, rollout_row
 from workbench.inspect.ids import short_id
 from workbench.inspect.layout import Place, place_calls
@@ -44,6 +44,7 @@ _SHOWN = (
     "detail",
     "drift",
 )
+_MOST_TRACKS = 24
 ROOTLESS = frozenset({"failed", "unresolved"})
 RELATION_WORDS = {
     "trained": "on the trained chain",
@@ -121,8 +122,22 @@ class PrefixChain(LiveView):
         return "trained chain"
 
     def draw(self) -> Figure:
-        drawn = self.places[: self.max_calls]
-        return draw_chain(self._rows, drawn, total=len(self.places), chain_name=self.chain_name())
+        return draw_chain(self._rows, self._drawn(), total=len(self.places), chain_name=self.chain_name())
+
+    def _why(self, row: dict[str, Any]) -> str:
+        """`why`, with the terminal chain called trained only where it was."""
+        return f"on the {self.chain_name()}" if row["relation"] == "trained" else why(row)
+
+    def _drawn(self) -> list[Place]:
+        """The calls of the picture: at most `max_calls`, on at most `_MOST_TRACKS` tracks, so that it stays a page."""
+        tracks: set[tuple[int, int]] = set()
+        drawn: list[Place] = []
+        for place in self.places[: self.max_calls]:
+            tracks.add((place.column // BAND, place.row))
+            if len(tracks) > _MOST_TRACKS:
+                break
+            drawn.append(place)
+        return drawn
 
     def is_on_chain(self, call_id: str) -> bool:
         """Whether a call is on the terminal chain."""
@@ -130,7 +145,7 @@ class PrefixChain(LiveView):
 
     def columns(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Words and columns of the live view: every call, in drawing order (see `chain_columns`)."""
-        return chain_columns(self._rows, self.places, why)
+        return chain_columns(self._rows, self.places, self._why)
 
     def make_live(self, fallbacks: int) -> ChainAndTokens:
         from workbench.inspect.live.chain import ChainAndTokens
@@ -152,7 +167,7 @@ class PrefixChain(LiveView):
                 None if row["weight_version"] is None else f"v{row['weight_version']}",
                 row["finish_reason"],
                 (row["digest"] or "")[:8],
-                why(row),
+                self._why(row),
             ]
             lines.append(" · ".join(part for part in parts if part))
         if len(self.places) > self.max_rows:
@@ -167,13 +182,12 @@ class PrefixChain(LiveView):
             parts.append(markup.line(f"Custody: {self.custody.sentence()}"))
         header = ("path", "#", "call", "mode", "carry", "sampled", "total", "version", "finish", "digest", "why here")
         parts.append(markup.table(header, rows))
-        drawn = min(self.max_calls, len(self.places))
+        drawn = len(self._drawn())
         if drawn < len(self.places) or len(shown) < len(self.places):
             parts.append(
                 markup.line(
                     f"Showing {drawn:,} of {len(self.places):,} calls drawn and {len(shown):,} listed; "
-                    f"all of them: PrefixChain(run, {self.rollout_id!r}, max_calls={len(self.places)}, "
-                    f"max_rows={len(self.places)})",
+                    f"all of them: the live view, .calls, or max_rows={len(self.places)} for the list",
                     muted=True,
                 )
             )
@@ -203,7 +217,7 @@ class PrefixChain(LiveView):
             cell(row["weight_version"], right=True),
             cell(row["finish_reason"]),
             cell((row["digest"] or "")[:8] or None),
-            cell(why(row)),
+            cell(self._why(row)),
         ]
 
 

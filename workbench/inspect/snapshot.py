@@ -45,6 +45,14 @@ class Snapshot:
             metadata["image/png"] = {"width": DISPLAY_WIDTH_PX}
         return data, metadata
 
+    def outputs(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """What a notebook gets, in order: the picture, where there is one, then the text; data and metadata of each."""
+        parts: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        if self.png is not None:
+            picture = {"image/png": self.png, "text/plain": self.text}
+            parts.append((picture, {"image/png": {"width": DISPLAY_WIDTH_PX}}))
+        return [*parts, ({"text/html": self.html, "text/plain": self.text}, {})]
+
 
 class StaticView(ABC):
     """Base of the inspectors: a sentence, a picture, a text; each built once, when first asked for."""
@@ -89,21 +97,22 @@ class StaticView(ABC):
         return kept, metadata
 
     def _ipython_display_(self) -> None:
+        self.show_snapshot()
+
+    def show_snapshot(self) -> None:
+        """Publish the snapshot as outputs of the running cell."""
         from IPython.display import publish_display_data
 
-        shot = self.snapshot()
-        if shot.png is not None:
-            publish_display_data(
-                {"image/png": shot.png, "text/plain": shot.text},
-                {"image/png": {"width": DISPLAY_WIDTH_PX}},
-            )
-        publish_display_data({"text/html": shot.html, "text/plain": shot.text})
+        for data, metadata in self.snapshot().outputs():
+            publish_display_data(data, metadata)
 
 
 class LiveView(StaticView):
     """An inspector that is also a widget: `live` is made from the same data as the snapshot, once, when asked for."""
 
     _live: DOMWidget | None = None
+    _fallbacks = 2
+    """Outputs that the snapshot is published as: a picture and a text, of every live view."""
 
     @abstractmethod
     def make_live(self, fallbacks: int) -> DOMWidget:
@@ -124,12 +133,8 @@ class LiveView(StaticView):
 
         mode = display_mode()
         if mode != "static":
-            fallbacks = 0 if mode == "live" else self.outputs()
+            fallbacks = 0 if mode == "live" else self._fallbacks
             view = {"version_major": 2, "version_minor": 0, "model_id": self._widget(fallbacks).model_id}
             publish_display_data({WIDGET_MIME: view, "text/plain": self.sentence()})
         if mode != "live":
-            super()._ipython_display_()
-
-    def outputs(self) -> int:
-        """How many outputs the snapshot is published as: picture and text, or text alone."""
-        return 2
+            self.show_snapshot()

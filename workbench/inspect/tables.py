@@ -1,14 +1,14 @@
 """Tables: why rollouts were thrown away.
 
 `PoisonTable`: every cause by count and share over steps, its explanation, an example with call and token position, and
-below it the calls that were not captured at all, with what differs in those that continued no recorded call.
-Invariant: the counts add up to the rejected rollouts; a cause that is not in the vocabulary is shown under its own
-name, not dropped.
+below it the calls that were not captured at all, with what differs in those that continued no recorded call. The live
+view opens the chain of any rejected rollout. Invariant: the counts add up to the rejected rollouts; a cause that is not
+in the vocabulary is shown under its own name, not dropped.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
@@ -17,19 +17,24 @@ from matplotlib.figure import Figure
 
 from workbench.inspect import html as markup
 from workbench.inspect.ids import short_id
-from workbench.inspect.snapshot import StaticView
+from workbench.inspect.snapshot import LiveView
 from workbench.inspect.style import REJECTED, panels, say_nothing_to_show
 from workbench.runs.drift import drift_frame
 from workbench.wire import Cause
 
+if TYPE_CHECKING:
+    from workbench.inspect.live.poison import PoisonAndChain
+
 _DRIFTS = 10
-"""Unresolved calls that are shown one by one."""
+"""Unresolved calls that are shown one by one; tokens are looked up for five times as many."""
+_CALL_COLUMNS = ("model_call_id", "near_call_id", "near_item", "drift")
 
 
-class PoisonTable(StaticView):
+class PoisonTable(LiveView):
     """Rejected rollouts by cause. `run` is anything with `.rollouts` and `.calls` frames."""
 
     def __init__(self, run: Any) -> None:
+        self.source = run
         rollouts: pl.DataFrame = run.rollouts
         self.total = rollouts.height
         rejected = rollouts.filter(pl.col("cause").is_not_null()).sort("step", "group_id", "index")
@@ -46,8 +51,17 @@ class PoisonTable(StaticView):
             )
             .sort(["rollouts", "cause"], descending=[True, False])
         )
+        calls: pl.DataFrame = run.calls
+        self.rejected = rejected.select("rollout_id", "step", "cause", "call_id", "position", "detail").join(
+            calls.select("rollout_id", *_CALL_COLUMNS),
+            left_on=["rollout_id", "call_id"],
+            right_on=["rollout_id", "model_call_id"],
+            how="left",
+            maintain_order="left",
+        )
+        self.drift = drift_frame(run, limit=5 * _DRIFTS)
         self.failures = (
-            run.calls.filter(pl.col("failure_reason").is_not_null())
+            calls.filter(pl.col("failure_reason").is_not_null())
             .group_by("failure_reason", "detail")
             .agg(
                 pl.len().cast(pl.Int64).alias("calls"),
@@ -56,7 +70,6 @@ class PoisonTable(StaticView):
             )
             .sort(["calls", "failure_reason", "detail"], descending=[True, False, False], nulls_last=True)
         )
-        self.drift = drift_frame(run, limit=_DRIFTS)
         self.last_step: int = max(rollouts["step"].drop_nulls().to_list(), default=0)
         self.by_step = (
             rejected.drop_nulls("step").group_by("cause", "step").agg(pl.len().cast(pl.Int64).alias("rollouts"))
@@ -97,6 +110,11 @@ class PoisonTable(StaticView):
 
     def _draw_matrix(self, ax: Axes, names: list[str]) -> None:
         """Counts by cause and step; more than 24 steps are gathered into equal ranges."""
+        if self.by_step.is_empty():
+            say_nothing_to_show(ax, "no optimiser steps: by cause only")
+            ax.set_yticks(range(len(names)), names)
+            ax.set_ylim(len(names) - 0.5, -0.5)
+            return
         first, last = min([1, *self.by_step["step"].to_list()]), self.last_step
         size = max(1, -(-(last - first + 1) // 24))
         bins = (last - first) // size + 1
@@ -157,12 +175,14 @@ class PoisonTable(StaticView):
             "–" if token is None else f"{token} (id {row['token_id']})",
         ]
 
+    def make_live(self, fallbacks: int) -> PoisonAndChain:
+        from workbench.inspect.live.poison import PoisonAndChain
+
+        return PoisonAndChain(self, fallbacks=fallbacks)
+
     def _cause_row(self, row: dict[str, Any]) -> list[markup.Cell | str]:
         first, last = row["first_step"], row["last_step"]
         steps = "–" if first is None else str(first) if first == last else f"{first}–{last}"
-        where = "–" if row["call_id"] is None else f"call {short_id(row['call_id'], row['example'])}"
-        if row["position"] is not None:
-            where += f", token {row['position']}"
         return [
             markup.Cell(row["cause"], strong=True),
             markup.Cell(f"{row['rollouts']:,}", right=True),
@@ -170,7 +190,7 @@ class PoisonTable(StaticView):
             steps,
             explain(row["cause"]),
             row["example"],
-            where,
+            place_of(row["call_id"], row["position"], row["example"]),
             markup.Cell(row["detail"] or "", muted=True),
         ]
 
@@ -184,6 +204,12 @@ class PoisonTable(StaticView):
             explain(row["detail"]) if row["detail"] in _CAUSES else explain(row["failure_reason"]),
             row["example"],
         ]
+
+
+def place_of(call_id: str | None, position: int | None, rollout_id: str) -> str:
+    """Where verification failed, as far as it is known: "call 1a2b3c4d, token 17"."""
+    where = "–" if call_id is None else f"call {short_id(call_id, rollout_id)}"
+    return where if position is None else f"{where}, token {position:,}"
 
 
 _CAUSES = {cause.value: cause for cause in Cause}

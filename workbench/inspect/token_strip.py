@@ -9,6 +9,7 @@ live view packs a row (strip_columns).
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
 from workbench.inspect.custody import Custody, custody_of, rollout_row
 from workbench.inspect.ids import short_id
+from workbench.inspect.roles import roles_of
 from workbench.inspect.routes import route_spans
 from workbench.inspect.snapshot import LiveView
 from workbench.inspect.strip_columns import strip_columns
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from workbench.inspect.live.strip import StripWidget
 
 _SPECIAL = "border:1px solid rgba(128,128,128,.7);border-radius:3px;padding:0 2px;font-size:11px;opacity:.85"
+_FLAGGED = "border:2px dashed #8a1c4a;border-radius:3px;padding:0 2px;font-weight:700;font-size:11px"
 _BYTES = "background:rgba(138,28,74,.18);border-radius:2px"
 _SAMPLED = (
     f"text-decoration-color:{SAMPLED};text-decoration-thickness:2px;text-underline-offset:3px;"
@@ -80,6 +83,13 @@ class TokenStrip(LiveView):
         self.routes = route_spans(source, self.rollout_id, self.tokens)
         self.start = max(0, min(start, max(0, self.tokens.height - 1)))
         self.stop = min(self.tokens.height, self.start + max_tokens)
+
+    @cached_property
+    def flagged(self) -> np.ndarray:
+        """bool[T]: control ids inside a span of content (see `roles`)."""
+        if self.vocabulary is None:
+            return np.zeros(self.tokens.height, dtype=bool)
+        return roles_of(self.tokens["token_id"].to_numpy().astype(np.uint64), self.vocabulary).flagged
 
     def sentence(self) -> str:
         sampled = int(self.tokens["sampled"].sum())
@@ -153,6 +163,17 @@ class TokenStrip(LiveView):
         if self.vocabulary is None:
             parts.append(markup.line("No vocabulary at hand: ids are shown, not text.", muted=True))
         parts.append(self.text_block())
+        stray = int(self.flagged.sum())
+        if stray:
+            at = ", ".join(f"{position:,}" for position in np.flatnonzero(self.flagged)[:5])
+            some = "at token" if stray == 1 else "at tokens"
+            parts.append(
+                markup.line(
+                    f"{markup.count(stray, 'control id')} inside a span of content, dashed ({some} {at}"
+                    f"{', …' if stray > 5 else ''}): the template would not have put it there",
+                    strong=True,
+                )
+            )
         legend = (
             "Underlined: sampled by the policy (mask 1). Boxed: special tokens. ⟨E2 96⟩: bytes that are no character."
         )
@@ -191,7 +212,8 @@ class TokenStrip(LiveView):
                 out.append(f'<span style="{_CALL}">call {order[call]} · {markup.escape(name)}{version}</span>')
                 last_call = call
             here = mark is not None and piece.start <= mark - self.start < piece.stop
-            out.append(_span(piece, sampled=bool(sampled[piece.start]), marked=here))
+            stray = bool(self.flagged[self.start + piece.start])
+            out.append(_span(piece, sampled=bool(sampled[piece.start]), marked=here, stray=stray))
         return "".join(out)
 
 
@@ -225,9 +247,9 @@ def _ribbon(tokens: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _span(piece: Piece, *, sampled: bool, marked: bool = False) -> str:
+def _span(piece: Piece, *, sampled: bool, marked: bool = False, stray: bool = False) -> str:
     text = markup.escape(piece.shown)
-    style = _SPECIAL if piece.kind == "special" else _BYTES if piece.kind == "bytes" else ""
+    style = _FLAGGED if stray else _SPECIAL if piece.kind == "special" else _BYTES if piece.kind == "bytes" else ""
     body = f'<code style="{style}">{text}</code>' if style else text
     if sampled:
         body = f'<u style="{_SAMPLED}">{body}</u>'

@@ -8,6 +8,7 @@ Losing a line costs a diagnosis, never custody: lines are not fsynced, and broke
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -15,9 +16,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import orjson
+from pydantic import TypeAdapter, ValidationError
 
 from workbench.errors import FingerprintError
 from workbench.wire import conversation_digest
@@ -30,11 +32,14 @@ LEAF_CHARS = 2_000
 """What is kept of a leaf's text. A difference behind it is placed at its end."""
 
 
-class Leaf(NamedTuple):
-    """One value of an item that counts for its digest. `kind` is `role`, `content`, `call` or `result`; `path` leads to
-    it in the item as it was sent; `digest` is of its whole value, `text` the beginning of it."""
+LeafKind = Literal["role", "content", "call", "result"]
 
-    kind: str
+
+class Leaf(NamedTuple):
+    """One value of an item that counts for its digest. `path` leads to it in the item as it was sent; `digest` is of
+    its whole value, `text` the beginning of it."""
+
+    kind: LeafKind
     path: str
     digest: str
     text: str
@@ -124,6 +129,9 @@ class CallItems:
         )
 
 
+_LINE = TypeAdapter(CallItems)
+
+
 def write_items(path: Path, call: CallItems) -> None:
     """Append one line in one write, under the lock."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -142,23 +150,8 @@ def read_items(path: Path) -> list[CallItems]:
         return []
     calls = []
     for line in lines:
-        try:
-            fields = orjson.loads(line)
-            items = tuple(
-                ItemDigest(
-                    role,
-                    digest,
-                    text,
-                    bare,
-                    tuple(ToolDigest(*tool) for tool in tools),
-                    thinking,
-                    tuple(Leaf(*leaf) for leaf in leaves),
-                )
-                for role, digest, text, bare, tools, thinking, leaves in fields.pop("items")
-            )
-            calls.append(CallItems(items=items, **fields))
-        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError):
-            continue
+        with contextlib.suppress(ValidationError):
+            calls.append(_LINE.validate_json(line))
     return calls
 
 
@@ -187,7 +180,7 @@ def _blocks(item: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any]]]:
     ]
 
 
-def _leaves(item: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+def _leaves(item: Mapping[str, Any]) -> Iterator[tuple[LeafKind, str, Any]]:
     """`(kind, path, value)` of what the digest is made of, in its order: role, content, tool calls, tool results."""
     role = "role" if item.get("role") else "type"
     yield "role", role, item.get(role) or ""
@@ -208,7 +201,8 @@ def _leaves(item: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
             text = part.get("text")
             if isinstance(text, str):
                 # Empty text counts for nothing in a digest.
-                yield from [("content", f"content[{index}].text", text)] if text else []
+                if text:
+                    yield "content", f"content[{index}].text", text
             else:
                 yield "content", f"content[{index}]", part
     if item.get("type") == "function_call":

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, StrictInt, StrictStr, ValidationError
 
 from workbench.errors import LedgerCorrupt
 from workbench.ledger.resolve import CustodyRow, FailureRow, Items
@@ -71,6 +71,24 @@ def row_digest(row: dict[str, Any]) -> bytes:
     return sha256(orjson.dumps(row, option=orjson.OPT_SORT_KEYS)).digest()
 
 
+class _Failure(BaseModel):
+    """The columns of a failure row; others are let pass."""
+
+    model_call_id: StrictStr = Field(min_length=1)
+    failure_reason: StrictStr = Field(min_length=1)
+    detail: StrictStr | None = None
+
+
+class _Findable(BaseModel):
+    """The columns of a custody row beside the record's own."""
+
+    fingerprint: StrictStr
+    context_len: StrictInt = Field(ge=0)
+    context_digest: StrictStr
+    staging_chain: tuple[StrictStr, ...]
+    prompt_options: StrictStr | None = None
+
+
 def parse_row(path: Path, number: int, row: Any) -> CustodyRow | FailureRow:
     """One line of a ledger. Raises `LedgerCorrupt`, naming file and line, for what is neither kind of row."""
     if not isinstance(row, dict) or not isinstance(row.get("model_call_id"), str):
@@ -79,32 +97,26 @@ def parse_row(path: Path, number: int, row: Any) -> CustodyRow | FailureRow:
             "Next: keep the file, drop this rollout."
         )
     call_id = row["model_call_id"]
-    if row.get("failure_reason") is not None:
-        return FailureRow(call_id, str(row["failure_reason"]), row.get("detail"))
-    # Older writers left these empty; such a call cannot be verified, which is a failure of the call, not of the file.
-    for column, reason in (
-        ("response_id", Cause.LEDGER_ROW_MISSING_RESPONSE_ID),
-        ("chain_hash", Cause.LEDGER_ROW_MISSING_CHAIN_HASH),
-        ("cumulative_hash", Cause.LEDGER_ROW_MISSING_CHAIN_HASH),
-    ):
-        if not row.get(column):
-            return FailureRow(call_id, str(reason), None)
     try:
+        if row.get("failure_reason") is not None:
+            failure = _Failure.model_validate(row)
+            return FailureRow(call_id, failure.failure_reason, failure.detail)
+        # Older writers left these empty; such a call cannot be verified, which is a failure of the call, not the file.
+        for column, reason in (
+            ("response_id", Cause.LEDGER_ROW_MISSING_RESPONSE_ID),
+            ("chain_hash", Cause.LEDGER_ROW_MISSING_CHAIN_HASH),
+            ("cumulative_hash", Cause.LEDGER_ROW_MISSING_CHAIN_HASH),
+        ):
+            if not row.get(column):
+                return FailureRow(call_id, str(reason), None)
         record = CallRecord.model_validate(
             {key: row[key] for key in _RECORD_FIELDS if key in row} | {"digest": row.get("staging_digest")} | _VERSIONS
         )
-        return CustodyRow(
-            record=record,
-            fingerprint=row["fingerprint"],
-            context_len=row["context_len"],
-            context_digest=row["context_digest"],
-            staging_chain=tuple(row["staging_chain"]),
-            prompt_options=row.get(PROMPT_OPTIONS),
-            row_digest=row_digest(row),
-        )
-    except (ValidationError, KeyError, TypeError) as error:
-        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (str(error),), "msg": "is missing"}
+        findable = _Findable.model_validate(row)
+    except ValidationError as error:
+        first = error.errors()[0]
         raise LedgerCorrupt(
-            f"{path}, line {number}: call {call_id} is no custody row: "
-            f"{'.'.join(map(str, first['loc']))} {first['msg']}. Next: keep the file, drop this rollout."
+            f"{path}, line {number}: call {call_id} is no custody or failure row: "
+            f"{'.'.join(map(str, first['loc']))}: {first['msg']}. Next: keep the file, drop this rollout."
         ) from None
+    return CustodyRow(record=record, row_digest=row_digest(row), **dict(findable))

@@ -10,6 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from workbench.errors import LedgerCorrupt, RunStoreError
+from workbench.ledger.resolve import CustodyRow, FailureRow
+from workbench.ledger.rows import parse_row
 from workbench.runs.frames import read_lines
 
 SUFFIX = ".lineage.jsonl"
@@ -47,9 +50,18 @@ def rollout_of(path: Path) -> str:
 
 
 def ledger_rows(path: Path) -> list[dict[str, Any]]:
-    """The calls of one ledger file, in the order they were recorded, `order` from 1."""
+    """The calls of one ledger file, in the order they were recorded, `order` from 1.
+
+    Raises RunStoreError, naming file and line, for what is no row.
+    """
     rollout_id = rollout_of(path)
-    calls = [_call(rollout_id, row, order) for order, row in enumerate(read_lines(path), start=1)]
+    calls = []
+    for order, row in enumerate(read_lines(path), start=1):
+        try:
+            parsed = parse_row(path, order, row)
+        except LedgerCorrupt as error:
+            raise RunStoreError(str(error)) from error
+        calls.append(_call(rollout_id, row, parsed, order))
     _add_drift(path, calls)
     staged = [call for call in calls if call["disposition"] == "staged"]
     for index, call in enumerate([*staged, *(call for call in calls if call["disposition"] == "failed")]):
@@ -62,7 +74,7 @@ def _add_drift(path: Path, calls: list[dict[str, Any]]) -> None:
     noted = {
         event.get("model_call_id"): event
         for event in read_lines(path.with_name(f"{rollout_of(path)}{EVENTS_SUFFIX}"))
-        if event.get("kind") == "drift"
+        if event.get("kind") == "drift" and isinstance(event.get("model_call_id"), str)
     }
     for call in calls:
         event = noted.get(call["model_call_id"])
@@ -73,15 +85,9 @@ def _add_drift(path: Path, calls: list[dict[str, Any]]) -> None:
             call["drift"] = event.get("detail")
 
 
-def _call(rollout_id: str, row: dict[str, Any], order: int) -> dict[str, Any]:
-    call: dict[str, Any] = {
-        "rollout_id": rollout_id,
-        "model_call_id": row.get("model_call_id"),
-        "order": order,
-        "failure_reason": row.get("failure_reason"),
-        "detail": row.get("detail"),
-    }
-    if call["failure_reason"] is not None:
-        return call | {"disposition": "failed"}
+def _call(rollout_id: str, row: dict[str, Any], parsed: CustodyRow | FailureRow, order: int) -> dict[str, Any]:
+    call: dict[str, Any] = {"rollout_id": rollout_id, "model_call_id": row["model_call_id"], "order": order}
+    if isinstance(parsed, FailureRow):
+        return call | {"disposition": "failed", "failure_reason": parsed.reason, "detail": parsed.detail}
     call |= {name: row.get(name) for name in _SAME}
     return call | {"disposition": "staged", "digest": row.get("staging_digest")}

@@ -83,8 +83,8 @@ class ForeignLedger:
         for path in ledger_files(self.path):
             rollout_id = rollout_of(path)
             try:
-                recorded = ledger_rows(path)
                 receipt = self.receipt(rollout_id)
+                recorded = ledger_rows(path)
             except (LedgerCorrupt, RunStoreError) as error:
                 rollouts.append({"rollout_id": rollout_id, "cause": "orphaned_row", "detail": str(error)})
                 continue

@@ -17,7 +17,7 @@ import polars as pl
 
 from workbench.errors import RunStoreError
 
-_LOGPROB_DTYPES = {
+LOGPROB_DTYPES = {
     "run": pl.String,
     "step": pl.Int64,
     "group_id": pl.String,
@@ -117,7 +117,7 @@ def sampled_logprobs(run: str, rows: pl.DataFrame, train: pl.DataFrame) -> pl.Da
                 "weight_version",
             )
         )
-    return pl.concat(frames) if frames else pl.DataFrame(schema=_LOGPROB_DTYPES)
+    return pl.concat(frames) if frames else pl.DataFrame(schema=LOGPROB_DTYPES)
 
 
 def _frame(

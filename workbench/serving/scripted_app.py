@@ -13,10 +13,11 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import orjson
+from jinja2 import TemplateError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -54,7 +55,7 @@ class ScriptedApp:
 
     async def _chat(self, request: Request) -> Response:
         body = orjson.loads(await request.body())
-        begun = await self.begin(request, body)
+        begun = await self.begin(request, body, dict)
         if isinstance(begun, Response):
             return begun
         outputs, prompt_tokens = begun
@@ -72,8 +73,20 @@ class ScriptedApp:
         whole.cancel()
         return Response(status_code=499)
 
-    async def begin(self, request: Request, body: dict[str, Any]) -> tuple[Any, int] | Response:
-        """Start the generation that a chat body asks for: its outputs and the prompt's length, or a refusal."""
+    async def begin(
+        self, request: Request, asked: dict[str, Any], as_chat: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> tuple[Any, int] | Response:
+        """Start the generation that a request asks for: its outputs and the prompt's length, or a refusal.
+
+        `as_chat` gives the chat body that says the same. A request that it, or the template, cannot make sense of is
+        refused, as a serving app does that validates.
+        """
+        try:
+            return await self._begin(request, as_chat(asked))
+        except (LookupError, TypeError, ValueError, AttributeError, TemplateError) as error:
+            return _refuse(400, f"The request cannot be read: {type(error).__name__}: {error}")
+
+    async def _begin(self, request: Request, body: dict[str, Any]) -> tuple[Any, int] | Response:
         if body.get("model") not in (None, self.model):
             return _refuse(404, f"The model {body['model']!r} does not exist; this worker serves {self.model!r}.")
         messages = body["messages"]

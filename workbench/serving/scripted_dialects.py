@@ -36,7 +36,7 @@ class ScriptedDialects:
 
     async def _responses(self, request: Request) -> Response:
         body = orjson.loads(await request.body())
-        begun = await self._chat.begin(request, chat_of_responses(body))
+        begun = await self._chat.begin(request, body, chat_of_responses)
         if isinstance(begun, Response):
             return begun
         answer = _Responses(self._chat.model, *begun, tools=bool(body.get("tools")))
@@ -48,7 +48,7 @@ class ScriptedDialects:
 
     async def _messages(self, request: Request) -> Response:
         body = orjson.loads(await request.body())
-        begun = await self._chat.begin(request, chat_of_messages(body))
+        begun = await self._chat.begin(request, body, chat_of_messages)
         if isinstance(begun, Response):
             refused = orjson.loads(bytes(begun.body))["error"]
             error = {"type": refused["type"], "message": refused["message"]}

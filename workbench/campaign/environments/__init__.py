@@ -14,6 +14,7 @@ from workbench.campaign.environments.add_up import AddUp
 from workbench.campaign.environments.base import AgentResult, Environment, Message, Reward, Task
 from workbench.campaign.environments.guess_number import GuessNumber
 from workbench.campaign.environments.misbehave import Misbehaving
+from workbench.campaign.environments.say_briefly import SayBriefly
 from workbench.errors import RecipeError
 from workbench.recipe_schema import Misbehave, Recipe
 
@@ -22,6 +23,7 @@ __all__ = ["ENVIRONMENTS", "AgentResult", "Environment", "Message", "Reward", "T
 ENVIRONMENTS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {
     AddUp.name: AddUp,
     GuessNumber.name: GuessNumber,
+    SayBriefly.name: SayBriefly,
 }
 
 

@@ -30,6 +30,7 @@ class DiffWidget(LiveWidget):
     missing = t.Unicode("").tag(sync=True)
 
     _esm = module("diff.js")
+    _model: RowDiff
 
     @classmethod
     def of(cls, diff: RowDiff, *, fallbacks: int = 0) -> DiffWidget:

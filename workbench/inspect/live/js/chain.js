@@ -4,7 +4,7 @@
 import { count, custodyLine, h, Shell } from "./shell.js";
 import { unpackBlock } from "./columns.js";
 
-const CARD = { w: 164, h: 62, x: 186, y: 88, left: 12, top: 22 };
+const CARD = { w: 174, h: 62, x: 198, y: 88, left: 12, top: 22 };
 const MAP_HEIGHT = 372;
 const SVG = "http://www.w3.org/2000/svg";
 const LABELS = {
@@ -14,9 +14,7 @@ const LABELS = {
 
 export default {
   render(context) {
-    const shell = new Shell(context, "PrefixChain");
-    shell.guard(buildChain)(shell);
-    return () => shell.close();
+    return new Shell(context, "PrefixChain").run(buildChain);
   },
 };
 
@@ -66,8 +64,7 @@ class Chain {
   amounts(i) {
     const delta = this.number("delta_len", i), sampled = this.number("sampled_tokens", i);
     if (delta === null) return "no tokens recorded";
-    const all = `${this.number("cum_len", i).toLocaleString("en-US")} in all`;
-    if (sampled === null) return `+${delta.toLocaleString("en-US")} tokens, ${all}`;
+    if (sampled === null) return `+${delta.toLocaleString("en-US")} tokens`;
     return `+${(delta - sampled).toLocaleString("en-US")} carry +${sampled.toLocaleString("en-US")} sampled`;
   }
 
@@ -100,18 +97,24 @@ function buildChain(shell) {
   const detail = h("div", { class: "wb-detail" });
   const legend = h("div", { class: "wb-legend" });
   const choose = h("button", { text: "show tokens (Enter)" });
+  const bar = h("div", { class: "wb-bar" }, search, choose, note);
   let chain = null, at = 0;
 
   async function load() {
-    const { words, columns } = await unpackBlock(model.get("block"));
-    chain = new Chain(words, columns, model.get("chain_name"));
     title.textContent = model.get("sentence");
+    const view = model.get("block");
+    shell.idle = bar.hidden = map.hidden = legend.hidden = !view || !view.byteLength;
+    detail.classList.toggle("wb-missing", map.hidden);
+    if (map.hidden) { detail.textContent = model.get("missing"); return; }
+    const { words, columns } = await unpackBlock(view);
+    chain = new Chain(words, columns, model.get("chain_name"));
     custody.replaceChildren(custodyLine(model.get("custody")));
     space.style.width = `${CARD.left + chain.depth * CARD.x}px`;
     space.style.height = `${CARD.top + chain.rows.length * CARD.y}px`;
     map.style.height = `${Math.min(MAP_HEIGHT, CARD.top + chain.rows.length * CARD.y + 18)}px`;
     note.textContent = `${count(chain.n, "call")} on ${count(chain.rows.length, "path")}, all at hand`;
     explain();
+    map.scrollLeft = map.scrollTop = 0;
     go(0);
   }
 
@@ -189,7 +192,7 @@ function buildChain(shell) {
     const node = h("div", {
       class: `wb-card ${kind}${i === at ? " at" : ""}${chain.ids[i] === model.get("selected") ? " chosen" : ""}`, "data-i": i,
       "data-call": chain.ids[i], style: `left:${chain.x(i)}px;top:${chain.y(i)}px;width:${CARD.w}px;height:${CARD.h}px`,
-    }, h("div", { class: "wb-top" }, h("span", { class: "wb-name", text: `#${chain.columns.order[i]} ${chain.names[i]}` }), side));
+    }, h("div", { class: "wb-top" }, h("span", { class: "wb-name", text: `#${chain.columns.order[i]} ${chain.names[i]}` }), h("span", { text: side })));
     if (kind === "lost") node.append(h("div", { text: chain.word("failure_reason", i) }), h("div", { text: chain.word("detail", i) }));
     else node.append(amount(i), h("div", { text: chain.amounts(i) }), h("div", { class: "wb-mono", text: [chain.word("finish_reason", i), chain.digests[i]].filter(Boolean).join(" · ") }));
     if (!head) return [node];
@@ -199,8 +202,9 @@ function buildChain(shell) {
   function amount(i) {
     const delta = chain.number("delta_len", i) ?? 0, sampled = chain.number("sampled_tokens", i);
     const bar = h("div", { class: "wb-amount" });
+    if (sampled === null) return h("div", { class: "wb-amount" }, h("span", { style: `background:var(--wb-muted);width:${(100 * delta) / chain.scale}%` }));
     const part = (look, size) => h("span", { class: look, style: `width:${(100 * size) / chain.scale}%` });
-    bar.append(part("c", delta - (sampled ?? 0)), part("g", sampled ?? 0));
+    bar.append(part("c", delta - sampled), part("g", sampled));
     return bar;
   }
 
@@ -255,7 +259,7 @@ function buildChain(shell) {
     draw();
   }
 
-  shell.body.append(title, custody, h("div", { class: "wb-bar" }, search, choose, note), map, detail, legend);
+  shell.body.append(title, custody, bar, map, detail, legend);
   shell.listen(map, "scroll", draw, { passive: true });
   shell.listen(map, "click", (event) => {
     const node = event.target.closest("[data-i]");

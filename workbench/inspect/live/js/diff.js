@@ -8,9 +8,7 @@ import { Tokens } from "./tokens.js";
 
 export default {
   render(context) {
-    const shell = new Shell(context, "RowDiff");
-    shell.guard(buildDiff)(shell);
-    return () => shell.close();
+    return new Shell(context, "RowDiff").run(buildDiff);
   },
 };
 
@@ -145,8 +143,8 @@ function buildDiff(shell) {
     flips.show(arms.flips, arms.all_flips);
   }
   shell.body.append(title, numbers, h("div", { class: "wb-bar" }, h("label", {}, "colour by ", menu), search, first, next, note), missing, pair, ...detail,
-    h("div", { class: "wb-legend" }, h("span", {}, h("i", { style: "border-bottom:2px dotted var(--wb-bad)" }), "id only on this side"),
-      h("span", {}, h("i", { style: "border-bottom:2px solid var(--wb-orange)" }), "sampled by the policy"), "both strips scroll together", "? keys"));
+    h("div", { class: "wb-legend" }, h("span", {}, h("i", { style: "border-top:2px dotted var(--wb-bad)" }), "id only on this side"),
+      h("span", {}, h("i", { style: "border-bottom:2px solid var(--wb-orange)" }), "sampled by the policy"), h("span", { text: "both strips scroll together" }), h("span", { text: "? keys" })));
   shell.listen(menu, "change", colour);
   shell.listen(first, "click", () => lock(firstAt, firstAt));
   shell.listen(next, "click", nextDifference);

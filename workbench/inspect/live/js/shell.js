@@ -17,7 +17,9 @@ export class Shell {
     this.model = model;
     this.undo = [];
     this.keys = [];
+    this.idle = false;
     this.body = h("div", { class: "wb-body" });
+    // `idle`: there is nothing to move in, so keys other than ? do nothing.
     this.help = h("div", { class: "wb-help", hidden: true });
     this.error = h("div", { class: "wb-error", role: "alert", hidden: true });
     this.root = h("div", {
@@ -78,6 +80,13 @@ export class Shell {
     this.help.replaceChildren(...this.keys.map(([key, words]) => h("div", {}, h("kbd", { text: key }), words)));
   }
 
+  /** Builds the view; `data-wb-ready` on the frame says when what it was given is on the screen. */
+  run(build) {
+    const shown = this.guard(build)(this);
+    Promise.resolve(shown).then(() => this.root.setAttribute("data-wb-ready", ""));
+    return () => this.close();
+  }
+
   send(trait, value) {
     this.model.set(trait, value);
     this.model.save_changes();
@@ -96,7 +105,7 @@ export class Shell {
       return;
     }
     const bound = this.keys.find(([key]) => key === event.key);
-    if (!bound) return;
+    if (!bound || (this.idle && event.key !== "?")) return;
     event.preventDefault();
     event.stopPropagation();
     bound[2]();

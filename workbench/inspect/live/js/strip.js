@@ -6,9 +6,7 @@ import { Tokens } from "./tokens.js";
 
 export default {
   render(context) {
-    const shell = new Shell(context, "TokenStrip");
-    shell.guard(buildStrip)(shell);
-    return () => shell.close();
+    return new Shell(context, "TokenStrip").run(buildStrip);
   },
 };
 
@@ -78,7 +76,7 @@ function buildStrip(shell) {
   async function load() {
     const view = model.get("block");
     const words = model.get("missing");
-    host.hidden = bar.hidden = legend.hidden = !view || !view.byteLength;
+    shell.idle = host.hidden = bar.hidden = legend.hidden = !view || !view.byteLength;
     title.textContent = model.get("sentence");
     custody.replaceChildren(custodyLine(model.get("custody")));
     if (host.hidden) { detail.textContent = words; detail.className = "wb-detail wb-missing"; return; }
@@ -105,11 +103,11 @@ function buildStrip(shell) {
     const said = [mark("border-bottom:2px solid var(--wb-orange)", "sampled by the policy"), mark("outline:1px solid var(--wb-muted)", "special token")];
     const signal = pane.signal;
     if (signal === "mask") said.push(mark(hatch, "carried, mask 0"));
-    if (signal === "role") said.push("gutter: first letter of the role, ▁ sampled");
-    if (signal === "logprob" || signal === "trainer") said.push(`bright and thick bar: unlikely (full at ${tokens.scale(signal).toFixed(2)} nat)`);
+    if (signal === "role") said.push(h("span", { text: "gutter: first letter of the role, ▁ sampled" }));
+    if (signal === "logprob" || signal === "trainer") said.push(h("span", { text: `bright and thick bar: unlikely (full at ${tokens.scale(signal).toFixed(2)} nat)` }));
     if (["delta", "ratio", "advantage"].includes(signal)) {
       said.push(mark("background:rgba(31,95,168,.7)", "below"), mark("background:rgba(232,135,43,.7)", "above"),
-        `bar: size (full at ±${tokens.scale(signal).toPrecision(3)})`);
+        h("span", { text: `bar: size (full at ±${tokens.scale(signal).toPrecision(3)})` }));
     }
     const shown = `${tokens.n.toLocaleString("en-US")} of ${tokens.n.toLocaleString("en-US")} tokens at hand`;
     legend.replaceChildren(...said, h("span", { text: tokens.decoded ? shown : `${shown}; no vocabulary: ids are shown, not text` }), h("span", { text: "? keys" }));

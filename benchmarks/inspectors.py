@@ -1,0 +1,69 @@
+"""How fast and how small the inspectors are at full size: 131,072 tokens, 500 calls, trees of 10,000 calls.
+
+    python benchmarks/inspectors.py            from the repository's root
+
+Times are of this process's CPU, the best of five; the first paint in a browser is measured by the notebook tests.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "inspect"))
+
+import large
+
+from workbench.inspect import PrefixChain, RowDiff, TokenStrip
+
+
+def best(make: Callable[[], Any], tries: int = 5) -> tuple[float, Any]:
+    """Milliseconds of CPU of the quickest of `tries` calls, and what the last one gave."""
+    quickest, made = float("inf"), None
+    for _ in range(tries):
+        began = time.process_time()
+        made = make()
+        quickest = min(quickest, time.process_time() - began)
+    return quickest * 1_000, made
+
+
+def report(what: str, ms: float, size: int | None = None) -> None:
+    """One line of the table."""
+    print(f"{what:<58} {ms:>8.0f} ms" + ("" if size is None else f" {size / 1_000:>9,.0f} kB"))
+
+
+def main() -> None:
+    """Measure and print."""
+    vocabulary = large.vocabulary()
+    for tokens, calls in ((100_000, 300), (131_072, 500)):
+        frame = large.row(tokens, calls)
+        ms, strip = best(lambda frame=frame: TokenStrip(frame, vocabulary=vocabulary))
+        packed, widget = best(lambda strip=strip: type(strip.live).of(strip))
+        report(f"TokenStrip, {tokens:,} tokens, {calls} calls: live view", ms + packed, len(widget.block))
+        ms, shot = best(strip.snapshot, tries=1)
+        report(f"TokenStrip, {tokens:,} tokens, {calls} calls: snapshot", ms, len(shot.html) + len(shot.png or b""))
+    for shape in ("chain", "star", "bush"):
+        calls_frame = large.tree(10_000, shape)
+        ms, chain = best(lambda calls_frame=calls_frame: PrefixChain(calls_frame))
+        report(f"PrefixChain, 10,000 calls ({shape}): build", ms)
+        ms, widget = best(lambda chain=chain: type(chain.live.chain).of(chain))
+        report(f"PrefixChain, 10,000 calls ({shape}): live view", ms, len(widget.block))
+        ms, shot = best(chain.snapshot, tries=1)
+        report(f"PrefixChain, 10,000 calls ({shape}): snapshot", ms, len(shot.html) + len(shot.png or b""))
+    one = large.row(50_000, 200)
+    for name, other in (
+        ("1 % edited", large.edited(one, every=100)),
+        ("10 % edited", large.edited(one, every=10)),
+        ("unrelated", large.row(50_000, 200, seed=9)),
+    ):
+        ms, diff = best(lambda other=other: RowDiff(one, other, vocabulary=vocabulary), tries=3)
+        packed, widget = best(lambda diff=diff: type(diff.live).of(diff), tries=3)
+        size = len(widget.one) + len(widget.other) + len(widget.block)
+        report(f"RowDiff, 50,000 against 50,000 tokens, {name}", ms + packed, size)
+
+
+if __name__ == "__main__":
+    main()

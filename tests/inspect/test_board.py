@@ -1,0 +1,123 @@
+"""CampaignBoard: what the files say, while they are written, after the end and after a crash."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from stored_run import StoredRun
+
+from workbench import runs
+from workbench.inspect import CampaignBoard, set_mode
+from workbench.inspect.board_frame import board_frame, clock
+from workbench.inspect.live import board as live_board
+
+FOREIGN = Path(__file__).parents[1] / "conformance" / "foreign_ledger" / "ledger"
+
+
+def tiles(frame: dict) -> dict[str, str | None]:
+    return {tile["label"]: tile["value"] for tile in frame["tiles"]}
+
+
+@pytest.fixture
+def stored(tmp_path):
+    playing = StoredRun(tmp_path / "watched")
+    yield playing
+    playing.writer.close()
+
+
+def start_group(stored: StoredRun, group_id: str) -> float:
+    stored.writer.event(
+        "group_started", step=2, group_id=group_id, rollout_ids=[f"watched.{group_id}.0.0"], task_id="t"
+    )
+    return runs.open(stored.run_dir).events["at"].max()
+
+
+def test_a_board_follows_a_run_as_it_is_written(stored):
+    run = runs.open(stored.run_dir)
+    board = CampaignBoard(run)
+    assert repr(board) == "Campaign watched · running · set-up · step 0 · rollouts valid 0 of 0"
+    assert tiles(board.frame)["reward, last step"] is None and "no optimiser step yet" in board.html()
+
+    started = start_group(stored, "g90000")
+    start_group(stored, "g90001")
+    frame = board_frame(run, started + 65)
+    assert frame["in_flight"] == 2 and tiles(frame)["oldest running rollout"] == "watched.g90000.0.0, 1 min 05 s"
+    stored.writer.event("group_evicted", step=2, group_id="g90001", cause="stale")
+    assert [group["group"] for group in board_frame(run, started + 65)["flying"]] == ["g90000"]
+
+    stored.step(1, [["plain", "nan"]])
+    stored.writer.status(phase="training", step=1, steps=3)
+    board.refresh()
+    assert "training · step 1 of 3" in repr(board) and tiles(board.frame)["reward, last step"] == "0.100"
+    assert board.frame["causes"] == [{"cause": "worker_capture_failed", "rollouts": 1}]
+    assert board.frame["series"]["step"] == [1]
+
+
+def test_a_run_that_failed_says_so_and_has_nothing_in_flight(stored):
+    start_group(stored, "g90000")
+    stored.writer.event("failed", error="ComponentDied", message="the policy worker is gone")
+    stored.writer.status(status="failed", phase="failed", error="ComponentDied: the policy worker is gone")
+    stored.writer.close()
+    board = CampaignBoard(runs.open(stored.run_dir))
+    assert board.frame["state"] == "failed" and board.frame["in_flight"] == 0
+    assert "Last error: ComponentDied: the policy worker is gone" in board.html()
+    assert "the run is failed" in board.html()
+
+
+def test_the_browser_is_answered_at_most_twice_a_second(stored, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(live_board.time, "monotonic", lambda: now[0])
+    board = CampaignBoard(runs.open(stored.run_dir))
+    widget = board.live
+    answers: list[dict] = []
+    monkeypatch.setattr(type(widget), "send", lambda self, content, buffers=None: answers.append(content))
+    reads: list[float] = []
+    refresh = board.refresh
+    monkeypatch.setattr(board, "refresh", lambda: (reads.append(now[0]), refresh())[1])
+    for _ in range(40):
+        now[0] += 0.1
+        widget._asked(widget, {"kind": "read"}, [])
+    assert len(answers) == 40 and {answer["kind"] for answer in answers} == {"done"}
+    assert 4 <= len(reads) <= 8
+    stored.writer.status(phase="weight sync")
+    now[0] += 1
+    widget._asked(widget, {"kind": "read"}, [])
+    assert widget.frame["phase"] == "weight sync" and "weight sync" in widget.sentence
+
+
+def test_the_last_frame_takes_the_snapshots_place(stored, monkeypatch):
+    published: list[tuple[str, str, bool]] = []
+
+    def publish(data, metadata=None, *, transient=None, update=False):
+        kind = next(iter(set(data) - {"text/plain"}))
+        published.append((kind, (transient or {}).get("display_id", ""), update))
+
+    monkeypatch.setattr("IPython.display.publish_display_data", publish)
+    set_mode("both")
+    try:
+        board = CampaignBoard(runs.open(stored.run_dir))
+        board._ipython_display_()
+        assert [(kind, update) for kind, _, update in published[1:]] == [("image/png", False), ("text/html", False)]
+        assert not board.keep()
+        stored.finish()
+        board.refresh()
+        assert board.keep() and [update for *_, update in published[3:]] == [True, True]
+        assert [name for _, name, _ in published[1:3]] == [name for _, name, _ in published[3:]]
+        assert not board.keep()
+    finally:
+        set_mode(None)
+
+
+def test_a_ledger_has_a_board_that_says_what_it_cannot_know():
+    board = CampaignBoard(runs.open_ledger(FOREIGN))
+    assert repr(board) == "Campaign ledger · ledger · rollouts with a terminal call 20 of 32"
+    assert "a ledger holds custody rows only" in board.html() and board.snapshot().png
+    assert sum(cause["rollouts"] for cause in board.frame["causes"]) == 12
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(0.4, "0 s"), (59.9, "59 s"), (65, "1 min 05 s"), (7_800, "2 h 10 min")]
+)
+def test_durations_are_for_people(seconds, words):
+    assert clock(seconds) == words

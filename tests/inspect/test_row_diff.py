@@ -1,0 +1,160 @@
+"""RowDiff: rows aligned id by id, arms paired by task and seed, numbers that can be checked by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stored_run import VOCABULARY, StoredRun, encode
+
+from workbench import runs
+from workbench.errors import RunStoreError
+from workbench.inspect import RowDiff
+from workbench.inspect.align import equal_stretches, first_difference
+from workbench.inspect.arms import differences, flips, pair_up
+from workbench.inspect.live.pack import unpack
+
+
+def ids(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.uint64)
+
+
+@given(st.lists(st.integers(0, 5), max_size=60), st.lists(st.integers(0, 5), max_size=60))
+@settings(max_examples=150, deadline=None)
+def test_stretches_are_equal_in_order_and_begin_with_the_common_prefix(one, other):
+    left, right = ids(*one), ids(*other)
+    stretches = equal_stretches(left, right)
+    at_one = at_other = 0
+    for start_one, start_other, length in stretches:
+        assert start_one >= at_one and start_other >= at_other and length > 0
+        assert one[start_one : start_one + length] == other[start_other : start_other + length]
+        at_one, at_other = start_one + length, start_other + length
+    first = first_difference(left, right)
+    if first is None:
+        assert one == other
+    else:
+        assert one[:first] == other[:first] and one[first : first + 1] != other[first : first + 1]
+        assert first == 0 or stretches[0] == (0, 0, first)
+
+
+def test_an_insertion_and_a_replacement_are_found_where_they_are():
+    rng = np.random.default_rng(0)
+    row = rng.integers(0, 50_000, 5_000).astype(np.uint64)
+    changed = np.concatenate([row[:1_000], ids(1, 2, 3), row[1_000:3_000], ids(9), row[3_001:]])
+    assert equal_stretches(row, changed) == [(0, 0, 1_000), (1_000, 1_003, 2_000), (3_001, 3_004, 1_999)]
+    assert equal_stretches(row, row) == [(0, 0, 5_000)] and first_difference(row, row) is None
+    assert equal_stretches(row, ids()) == [] and first_difference(row, ids()) == 0
+
+
+def test_two_texts_that_read_alike_differ_by_their_ids():
+    def frame(token_ids: list[int]) -> pl.DataFrame:
+        count = len(token_ids)
+        return pl.DataFrame(
+            {
+                "rollout_id": ["r"] * count,
+                "model_call_id": ["c"] * count,
+                "token_id": pl.Series(token_ids, dtype=pl.UInt64),
+                "sampled": [True] * count,
+                "logprob": pl.Series([-0.5] * count, dtype=pl.Float32),
+                "trainer_logprob": pl.Series([None] * count, dtype=pl.Float32),
+                "delta": pl.Series([None] * count, dtype=pl.Float32),
+                "weight_version": [0] * count,
+            }
+        )
+
+    merged = type(VOCABULARY)({**VOCABULARY.pieces, 300: b"llo"}, VOCABULARY.special)
+    diff = RowDiff(frame(encode("hello!")), frame([*encode("he"), 300, *encode("!")]), vocabulary=merged)
+    assert diff.first == 2 and "first diverging id at 2" in repr(diff)
+    assert repr(RowDiff(frame(encode("same")), frame(encode("same")), vocabulary=merged)).endswith("equal")
+
+
+def arm(rows: list[tuple[str, int, float | None, str | None]]) -> pl.DataFrame:
+    """task, index, reward, cause."""
+    return pl.DataFrame(
+        {
+            "group_id": [f"g{i:03d}" for i in range(len(rows))],
+            "rollout_id": [f"r{i}" for i in range(len(rows))],
+            "task_id": [row[0] for row in rows],
+            "index": [row[1] for row in rows],
+            "reward": [row[2] for row in rows],
+            "cause": pl.Series([row[3] for row in rows], dtype=pl.String),
+            "sample_mask": [0 if row[3] else 1 for row in rows],
+            "calls": [2] * len(rows),
+            "failed_calls": [0] * len(rows),
+            "tokens": [100 + 10 * i for i in range(len(rows))],
+            "sampled_tokens": [20] * len(rows),
+        }
+    )
+
+
+def test_pairs_are_by_task_seed_and_occurrence_and_the_rest_is_counted():
+    one = arm([("t1", 0, 0.0, None), ("t1", 1, 1.0, None), ("t2", 0, 0.2, None), ("t1", 0, 0.4, None)])
+    other = arm([("t2", 0, 0.9, None), ("t1", 0, 0.6, None), ("t1", 1, 0.0, "no_root"), ("t3", 0, 1.0, None)])
+    pairs = pair_up(one, other)
+    assert pairs.select("task_id", "index", "rollout_id", "rollout_id_other").rows() == [
+        ("t1", 0, "r0", "r1"),
+        ("t1", 1, "r1", "r2"),
+        ("t2", 0, "r2", "r0"),
+    ]
+    found = flips(pairs, solved=0.5)
+    assert dict(found.select("rollout_id", "what").rows()) == {
+        "r0": "only B solved it",
+        "r1": "B rejected: no_root",
+        "r2": "only B solved it",
+    }
+
+
+def test_differences_leave_out_what_one_partner_lacks_and_have_an_interval():
+    one = arm([(f"t{i}", 0, 0.0, None) for i in range(8)])
+    other = arm([(f"t{i}", 0, 0.5 if i % 2 else 0.1, "no_root" if i == 7 else None) for i in range(8)])
+    reward, valid, *_ = differences(pair_up(one, other))
+    assert reward.pairs == 7 and reward.mean == pytest.approx((4 * 0.1 + 3 * 0.5) / 7)
+    assert reward.low is not None and 0.1 <= reward.low < reward.mean < reward.high <= 0.5
+    assert valid.pairs == 8 and valid.mean == pytest.approx(-1 / 8)
+    assert differences(pair_up(one, other))[0] == reward
+    single = differences(pair_up(one.head(1), other.head(1)))[0]
+    assert single.low is None and single.mean == pytest.approx(0.1)
+
+
+@pytest.fixture(scope="module")
+def arms(tmp_path_factory) -> tuple[runs.Run, runs.Run]:
+    opened = []
+    for name, kinds in (("a", ["plain", "retry", "plain"]), ("b", ["plain", "nan", "branch"])):
+        stored = StoredRun(tmp_path_factory.mktemp("arms") / name, seed=len(name) + len(opened))
+        stored.step(1, [kinds, kinds])
+        opened.append(runs.open(stored.finish()))
+    return opened[0], opened[1]
+
+
+def test_two_arms_open_on_a_flip_and_show_any_other(arms):
+    diff = RowDiff(*arms)
+    assert diff.pairs is not None and diff.flips is not None and diff.flips.height >= 1
+    assert "3 pairs" in repr(diff) or "6 pairs" in repr(diff)
+    html = diff.html()
+    assert "B − A" in html and "B rejected: worker_capture_failed" in html and "first diverging id" in html
+    live = diff.live
+    assert live.arms["all_flips"] == diff.flips.height
+    live.chosen = ["a.0.2.0", "b.0.2.0"]
+    _, columns = unpack(live.one)
+    assert columns["ids"][columns["slot"]].tolist() == arms[0].tokens("a.0.2.0")["token_id"].to_list()
+    live.chosen = ["a.0.2.0", "b.9.9.9"]
+    assert "no rollout 'b.9.9.9'" in live.missing
+
+
+def test_two_rollouts_of_one_run_need_no_partner(arms):
+    run = arms[0]
+    diff = RowDiff(run, run, rollouts=("a.0.0.0", "a.0.2.0"))
+    assert diff.pairs is None and "a.0.0.0 against a.0.2.0" in repr(diff)
+
+
+def test_arms_without_a_common_task_are_refused_with_the_way_out(arms, tmp_path):
+    class Other:
+        rollouts = arms[1].rollouts.with_columns(pl.lit("elsewhere").alias("task_id"))
+
+    with pytest.raises(RunStoreError, match=r"share no task.*rollouts=") as caught:
+        RowDiff(arms[0], Other())
+    assert "has a partner" in str(caught.value)
+    with pytest.raises(RunStoreError, match="two runs or two token frames"):
+        RowDiff(arms[0], arms[0].tokens("a.0.0.0"))

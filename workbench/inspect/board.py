@@ -1,0 +1,122 @@
+"""CampaignBoard: a campaign as it runs, read from its run store and nothing else.
+
+In: a run that somebody else writes (or that has ended), or a ledger. Out: state and phase, what is in flight, rates,
+causes, the last error, and the steps as small curves. The live view asks again once a second while it is in sight, at
+most twice a second altogether; opened again, it reads again. The last frame it showed stays in the notebook.
+Invariants: actors print nothing and are asked nothing; only files are read. Not here: what is read (board_frame).
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from workbench.inspect import html as markup
+from workbench.inspect.board_frame import NO_STEP, board_frame, clock
+from workbench.inspect.snapshot import LiveView
+from workbench.inspect.style import REJECTED, SAMPLED, TRAINED, panels, say_nothing_to_show, step_ticks
+
+if TYPE_CHECKING:
+    from workbench.inspect.live.board import BoardWidget
+
+KEEP_EVERY_S = 5.0
+
+
+class CampaignBoard(LiveView):
+    """What `run` is doing. `frame` is what was read last; `refresh()` reads again."""
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+        self.frame: dict[str, Any] = board_frame(run, time.time())
+        self._display_id = uuid.uuid4().hex
+        self._kept: dict[str, Any] | None = None
+        self._kept_at = float("-inf")
+
+    def refresh(self) -> dict[str, Any]:
+        """Read the run again; gives the new frame."""
+        self.frame = board_frame(self.run, time.time())
+        self._snapshot = None
+        return self.frame
+
+    def sentence(self) -> str:
+        f = self.frame
+        parts = [f"Campaign {f['run']}", f["state"]]
+        if f["state"] == "running" and f["phase"]:
+            parts.append(f["phase"])
+        if f["state"] != "ledger":
+            parts.append(f"step {f['step']:,}" + (f" of {f['steps']:,}" if f["steps"] is not None else ""))
+        wanted = ("rollouts valid", "rollouts with a terminal call", "reward, last step", "token_in_rate after roots")
+        parts += [f"{t['label']} {t['value']}" for t in f["tiles"] if t["label"] in wanted and t["value"] is not None]
+        return " · ".join(parts)
+
+    def draw(self) -> Figure:
+        figure, axes = panels(2.3, columns=3)
+        series = self.frame["series"]
+        steps = series["step"]
+        names = (
+            ("reward_mean", "reward", TRAINED, "o"),
+            ("token_in_rate_after_roots", "token_in rate after roots", SAMPLED, "s"),
+            ("valid_row_rate", "valid rows / rows", REJECTED, "^"),
+        )
+        for ax, (name, title, colour, marker) in zip(axes, names, strict=True):
+            ax.set_title(title)
+            if not steps:
+                say_nothing_to_show(ax, NO_STEP if self.frame["state"] != "ledger" else "a ledger has no steps")
+                continue
+            values = [np.nan if value is None else value for value in series[name]]
+            ax.plot(steps, values, color=colour, marker=marker, ms=4, lw=1.8)
+            step_ticks(ax, steps)
+        return figure
+
+    def html(self) -> str:
+        f = self.frame
+        rows = [[t["label"], _tile_cell(t)] for t in f["tiles"]]
+        parts = [markup.line(self.sentence(), strong=True), markup.table(("what", "now"), rows)]
+        if f["flying"]:
+            header = ("group in flight", "step", "rollouts", "for")
+            shown = [[g["group"], f"{g['step']}", f"{g['rollouts']}", clock(g["age_s"])] for g in f["flying"]]
+            parts.append(markup.table(header, shown))
+            if len(shown) < f["in_flight"]:
+                parts.append(markup.line(f"Showing {len(shown)} of {f['in_flight']:,} groups in flight", muted=True))
+        if f["causes"]:
+            rejected = [[c["cause"], markup.Cell(f"{c['rollouts']:,}", right=True)] for c in f["causes"]]
+            parts.append(markup.table(("rejected for", "rollouts"), rejected))
+        parts.append(markup.line(f"Last error: {f['error'] or 'none'}", muted=f["error"] is None))
+        return markup.block(*parts)
+
+    def make_live(self, fallbacks: int) -> BoardWidget:
+        from workbench.inspect.live.board import BoardWidget
+
+        return BoardWidget.of(self, fallbacks=fallbacks)
+
+    def show_snapshot(self) -> None:
+        self._publish(update=False)
+        self._kept, self._kept_at = self.frame, time.monotonic()
+
+    def _publish(self, *, update: bool) -> None:
+        from IPython.display import publish_display_data
+
+        for part, (data, metadata) in enumerate(self.snapshot().outputs()):
+            transient = {"display_id": f"{self._display_id}-{part}"}
+            publish_display_data(data, metadata, transient=transient, update=update)
+
+    def keep(self) -> bool:
+        """Put the present frame in the place of the snapshot under the live view, now and then and at the end."""
+        if self._kept is None or self._kept == self.frame:
+            return False
+        ended = self.frame["state"] != "running"
+        if not ended and time.monotonic() - self._kept_at < KEEP_EVERY_S:
+            return False
+        self._kept, self._kept_at = self.frame, time.monotonic()
+        self._publish(update=True)
+        return True
+
+
+def _tile_cell(tile: dict[str, Any]) -> markup.Cell:
+    if tile["value"] is None:
+        return markup.Cell(f"– ({tile['why']})", muted=True)
+    return markup.Cell(tile["value"], strong=True)

@@ -1,0 +1,154 @@
+"""Board frame: what a campaign is doing now, from nothing but the files of its run.
+
+In: a run (being written, ended or crashed) or a ledger, and the time. Out: one dict of plain values for table, picture
+and live view alike. Invariants: only reads; a number that the files do not hold is None with its reason, never 0; a run
+whose writer is gone has nothing in flight. Not here: how it looks (board).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import polars as pl
+
+_LAST_STEPS = 200
+_SHOWN_GROUPS = 12
+_ENDED = frozenset({"group_replaced", "group_evicted"})
+_PHASES = ("rollout_s", "train_s", "publish_s", "sync_s")
+NO_STEP = "no optimiser step yet"
+
+
+def board_frame(run: Any, now: float) -> dict[str, Any]:
+    """The board of `run` at Unix time `now`."""
+    if not hasattr(run, "campaign"):
+        return _ledger_frame(run)
+    campaign = run.campaign.row(0, named=True)
+    status, steps, groups = run.status, run.steps, run.groups
+    events = run.events
+    last = steps.row(steps.height - 1, named=True) if steps.height else {}
+    flying = _in_flight(events, groups, now) if campaign["state"] == "running" else []
+    return {
+        "run": campaign["run"],
+        "state": campaign["state"],
+        "phase": status.get("phase"),
+        "step": campaign["steps"],
+        "steps": status.get("steps"),
+        "error": campaign["error"] or _last_error(events),
+        "tiles": _tiles(campaign, last, flying, groups),
+        "flying": flying[:_SHOWN_GROUPS],
+        "in_flight": len(flying),
+        "causes": _causes(groups),
+        "series": _series(steps),
+    }
+
+
+def _tiles(
+    campaign: dict[str, Any], last: dict[str, Any], flying: list[dict[str, Any]], groups: pl.DataFrame
+) -> list[dict[str, Any]]:
+    running = campaign["state"] == "running"
+    idle = "nothing is in flight" if running else f"the run is {campaign['state']}"
+    oldest = flying[0] if flying else None
+    seconds = last.get("rollout_s")
+    rate = last["sampled_tokens"] / seconds if seconds and last.get("sampled_tokens") is not None else None
+    unit = "tokens/s sampled, last step"
+    return [
+        _tile("groups in flight", f"{len(flying):,}" if running else None, idle),
+        _tile("oldest running rollout", f"{oldest['rollout']}, {clock(oldest['age_s'])}" if oldest else None, idle),
+        _tile(unit, None if rate is None else f"{rate:,.1f}", NO_STEP),
+        _tile("token_in_rate after roots", _number(last.get("token_in_rate_after_roots"), ".3f"), NO_STEP),
+        _tile("reward, last step", _number(last.get("reward_mean"), ".3f"), NO_STEP),
+        _tile("staleness (versions), last step", _number(last.get("staleness_max"), ",d"), NO_STEP),
+        _tile("rollouts valid", f"{campaign['valid_rollouts']:,} of {campaign['rollouts']:,}", ""),
+        _tile("groups finalised", f"{groups.height:,}", ""),
+        _tile("weight version", _number(campaign["weight_version"], ",d"), NO_STEP),
+    ]
+
+
+def _tile(label: str, value: str | None, why: str) -> dict[str, Any]:
+    return {"label": label, "value": value, "why": None if value is not None else why}
+
+
+def _number(value: Any, spec: str) -> str | None:
+    return None if value is None else format(value, spec)
+
+
+def _in_flight(events: pl.DataFrame, groups: pl.DataFrame, now: float) -> list[dict[str, Any]]:
+    """Groups that were started and neither finalised nor given up, oldest first."""
+    done = set(groups["group_id"].to_list())
+    started: dict[str, dict[str, Any]] = {}
+    for at, kind, fields in (
+        events.filter(pl.col("kind").str.starts_with("group_")).select("at", "kind", "fields").rows()
+    ):
+        event = orjson.loads(fields)
+        group_id = event.get("group_id")
+        if kind == "group_started" and group_id not in done:
+            rollouts = event.get("rollout_ids") or [group_id]
+            started[group_id] = {
+                "group": group_id,
+                "step": event.get("step"),
+                "rollouts": len(rollouts),
+                "rollout": rollouts[0],
+                "age_s": max(0.0, now - at),
+            }
+        elif kind in _ENDED:
+            started.pop(group_id, None)
+    return sorted(started.values(), key=lambda group: -group["age_s"])
+
+
+def _causes(groups: pl.DataFrame) -> list[dict[str, Any]]:
+    total: dict[str, int] = {}
+    for text in groups["rejections"].drop_nulls().to_list():
+        for cause, count in orjson.loads(text).items():
+            total[cause] = total.get(cause, 0) + count
+    return [{"cause": cause, "rollouts": count} for cause, count in sorted(total.items(), key=lambda x: (-x[1], x[0]))]
+
+
+def _series(steps: pl.DataFrame) -> dict[str, list[Any]]:
+    shown = steps.tail(_LAST_STEPS)
+    names = ("step", "reward_mean", "token_in_rate_after_roots", "valid_row_rate", "staleness_max", *_PHASES)
+    return {name: shown[name].to_list() for name in names}
+
+
+def _last_error(events: pl.DataFrame) -> str | None:
+    found = events.filter(pl.col("kind").is_in(["failed", "group_replaced", "rollout_rejected", "interrupted"]))
+    if found.is_empty():
+        return None
+    event = orjson.loads(found["fields"][-1])
+    parts = [event.get("rollout_id") or event.get("group_id"), event.get("cause") or event.get("error")]
+    detail = event.get("detail") or event.get("message")
+    return f"{found['kind'][-1]}: {' '.join(str(p) for p in parts if p)}{f', {detail}' if detail else ''}"
+
+
+def _ledger_frame(ledger: Any) -> dict[str, Any]:
+    rollouts, calls = ledger.rollouts, ledger.calls
+    causes = rollouts["cause"].drop_nulls().value_counts(sort=True, name="rollouts").to_dicts()
+    why = "a ledger holds custody rows only"
+    return {
+        "run": ledger.path.name,
+        "state": "ledger",
+        "phase": None,
+        "step": 0,
+        "steps": None,
+        "error": None,
+        "tiles": [
+            _tile("rollouts with a terminal call", f"{rollouts['cause'].null_count():,} of {rollouts.height:,}", ""),
+            _tile("calls recorded", f"{calls.height:,}", ""),
+            _tile("failed or unresolved", f"{calls['failure_reason'].count():,}", ""),
+            *(_tile(name, None, why) for name in ("groups in flight", "tokens/s sampled", "reward", "staleness")),
+        ],
+        "flying": [],
+        "in_flight": 0,
+        "causes": sorted(causes, key=lambda row: (-row["rollouts"], row["cause"])),
+        "series": {"step": []},
+    }
+
+
+def clock(seconds: float) -> str:
+    """A duration as "42 s", "3 min 05 s", "2 h 10 min"."""
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
