@@ -165,7 +165,7 @@ def test_the_terminal_may_be_named_by_response_or_call(served: Served) -> None:
     second = served.talk("named.1")[1]
     served.talk("named.2")
     call = served.lines("named.2", 3)[0].split()[1]
-    with pytest.raises(WorkbenchError, match="--terminal slip names no call of rollout named.1"):
+    with pytest.raises(WorkbenchError, match="--terminal slip names no call of rollout"):
         ask_receipt(served.run_dir, ["named.1"], terminals=["slip"])
     done = served.receipt("named.1", "named.2", "--terminal", second, "--terminal", call, "--group", "pair")
     assert done.returncode == 0, done.stderr

@@ -126,11 +126,8 @@ class ReceiptDesk:
             some = f"{', '.join(known[:_SHOWN])}{', …' if len(known) > _SHOWN else ''}" if known else "none yet"
             raise RunStoreError(f"Rollout {rollout_id} has no call in this run; without a receipt there are: {some}")
         responses = [record.response_id for record in manifest.records]
-        if (
-            terminal is not None
-            and not manifest.failures
-            and response_id_of(manifest.records, terminal) not in responses
-        ):
+        named = None if terminal is None else response_id_of(manifest.records, terminal)
+        if named is not None and named not in responses and not manifest.failures:
             # Every call was captured, so this can only be a slip, and a receipt is for good.
             raise RunStoreError(
                 f"--terminal {terminal} names no call of rollout {rollout_id}; its last response is {responses[-1]}"
