@@ -1,15 +1,20 @@
-"""The desk of a served run on its own: its socket, what `--terminal` means, the lines of calls."""
+"""Serving without Ray: the desk's socket, what `--terminal` means, the lines of calls, a start that is cut short."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import stat
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from workbench import runs
 from workbench.campaign import desk_socket
 from workbench.campaign.call_lines import CallLines, Facts
 from workbench.campaign.desk import response_id_of
@@ -116,3 +121,38 @@ async def test_every_call_has_one_line_with_its_parent_or_its_cause(tmp_path: Pa
     ]
     assert len(shown) == 4 and shown[3].startswith("r.2  its ledger cannot be read")
     assert lines.calls == 3
+
+
+STUCK_START = """
+import asyncio, sys, time
+from pathlib import Path
+from workbench.campaign.fleet import Fleet
+from workbench.campaign.serve import serve
+from workbench.config import load_recipe
+
+async def start_ray(self):
+    Path(sys.argv[1], "starting").touch()
+    await asyncio.to_thread(time.sleep, 600)
+
+Fleet._start_ray = start_ray
+serve(load_recipe("cpu_smoke"), Path(sys.argv[1], "run"))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_start_that_is_cut_short_ends_although_a_thread_of_it_does_not(tmp_path: Path, number: int) -> None:
+    process = subprocess.Popen([sys.executable, "-c", STUCK_START, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60.0
+        while not (tmp_path / "starting").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60.0)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, said
+    name = signal.Signals(number).name
+    assert f"stopping on {name}" in said
+    campaign = runs.open(tmp_path / "run").campaign
+    assert campaign.select("state", "error").row(0) == ("interrupted", f"stopped by {name} before it served")

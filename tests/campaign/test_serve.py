@@ -237,22 +237,6 @@ def test_an_interrupt_ends_everything_and_the_run_says_so(served: Served) -> Non
     assert os.listdir(served.run_dir / "receipts") != []
 
 
-def test_an_interrupt_before_it_serves_leaves_nothing_and_says_so(tmp_path: Path) -> None:
-    early = Served(tmp_path)
-    try:
-        early.wait_for(lambda: "starting data plane" in early.stderr.read_text(), START_TIMEOUT_S)
-        early.process.send_signal(signal.SIGINT)
-        assert early.process.wait(STOP_TIMEOUT_S) == 128 + signal.SIGINT
-    finally:
-        early.stop()
-    assert early.family() == []
-    assert early.stdout.read_text() == ""
-    assert runs.open(early.run_dir).campaign.select("state", "error").row(0) == (
-        "interrupted",
-        "stopped by SIGINT before it served",
-    )
-
-
 def test_a_run_that_is_not_served_has_no_desk(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text('{"status": "done", "run": "other"}')
     with pytest.raises(RunStoreError, match="Run other is not served"):

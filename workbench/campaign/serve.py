@@ -42,16 +42,25 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def serve(recipe: Recipe, run_dir: Path) -> int:
-    """Serve `recipe` into the new run directory `run_dir` until SIGINT, SIGTERM or SIGHUP; returns the exit code.
+    """Serve `recipe` into the new run directory `run_dir` until SIGINT, SIGTERM or SIGHUP; returns the exit code, 0.
 
-    0 when it was stopped while it served, 128 + the signal's number when that came before. Raises SetupError before
-    anything heavy starts, DeadlineExceeded or ComponentDied naming the part at fault later.
+    A signal that comes before it serves ends this process with 128 + its number. Raises SetupError before anything
+    heavy starts, DeadlineExceeded or ComponentDied naming the part at fault later.
     """
     mark = os.environ[MARK] = uuid.uuid4().hex
+    runner = asyncio.Runner()
     try:
-        return asyncio.run(_until_stopped(recipe, run_dir))
+        code = runner.run(_until_stopped(recipe, run_dir))
     finally:
         end_marked(mark)
+    if code:
+        # A start that was cut short has a thread in it (`ray.init`, a data plane's start) that can be neither cancelled
+        # nor waited for, and Python would wait for it. The store is closed, and nothing of the run is left.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    runner.close()
+    return code
 
 
 async def _until_stopped(recipe: Recipe, run_dir: Path) -> int:
