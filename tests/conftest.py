@@ -59,11 +59,11 @@ def tiny_model(smollm2):
 
 @pytest.fixture(scope="session")
 def executed_notebooks(tmp_path_factory):
-    """The shipped notebooks by name, executed with static views: name -> path."""
+    """The shipped notebooks, executed with static views when asked for: `[name]` gives a path, `.all()` a dict."""
     import sys
     from pathlib import Path
 
     sys.path.insert(0, str(Path(__file__).parent / "notebooks"))
-    from record_expected import NOTEBOOKS, execute_all
+    from record_expected import Executed
 
-    return execute_all(NOTEBOOKS, tmp_path_factory.mktemp("executed"))
+    return Executed(tmp_path_factory.mktemp("executed"))

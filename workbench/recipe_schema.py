@@ -114,6 +114,9 @@ class DataPlane(Section):
     """One attempt against a storage unit. TransferQueue's default, 200 s, hides a dead one for ten minutes."""
     max_attempts: Positive = 2
     """Attempts before a storage unit counts as lost."""
+    sweep_every_s: Seconds = 10.0
+    """How often rows are looked for that nobody will fetch any more. They are cleared once they have lain about for
+    `send_recv_timeout_s` × `max_attempts`, so that no clear of theirs can still be at work."""
 
 
 class RayCluster(Section):
@@ -171,6 +174,19 @@ class Finalizer(Section):
     """Finalizer actors; each takes one logical CPU."""
     timeout_s: Seconds = 60.0
     """How long one group may take to be verified, published and stored."""
+
+
+class Deadlines(Section):
+    """How soon a part that died or hangs is found out. What one task may take stands with the task (`timeout_s`)."""
+
+    heartbeat_s: Seconds = 1.0
+    """How often every part is asked whether it is alive."""
+    replace_s: Seconds = 60.0
+    """How long until a lost finalizer has been replaced. Longer ends the campaign where it was the last one."""
+    control_s: Seconds = 30.0
+    """How long the gateway may take to answer the campaign itself: to close a rollout."""
+    stop_s: Seconds = 20.0
+    """How long each part may take to stop at the end, before it is killed."""
 
 
 class Advantage(Section):
@@ -248,7 +264,10 @@ class Train(Section):
     """Number type of the trainer's passes; the weights that are updated are float32 either way. float32 shows the
     smaller delta to the sampler; bfloat16 needs less memory."""
     threads: Annotated[int, Field(ge=0)] = 0
-    """Torch threads of the trainer; 0 means all processors of this machine."""
+    """Torch threads of the trainer, shared by its ranks; 0 means all processors of this machine."""
+    ranks: Positive = 1
+    """Processes that the trainer is spread over (FSDP2), each an actor with a logical CPU of its own. More than one
+    writes no checkpoints: set `checkpoint.every: 0`."""
     max_staleness: Annotated[int, Field(ge=0)] = 1
     """How many versions a row may lag behind the weights it trains. 0 never overlaps rollouts and training."""
     clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
@@ -314,6 +333,7 @@ class Recipe(Section):
     train: Train = Field(default_factory=Train)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     proof: Proof = Field(default_factory=Proof)
+    deadlines: Deadlines = Field(default_factory=Deadlines)
     reports: Reports = Field(default_factory=Reports)
 
     @model_validator(mode="after")
@@ -324,6 +344,11 @@ class Recipe(Section):
             raise ValueError(
                 f"ray.num_cpus: expected at least {needed} logical CPUs, because TransferQueue takes one for its "
                 f"controller and one for each of {self.data_plane.storage_units} storage units; got {self.ray.num_cpus}"
+            )
+        if self.train.ranks > 1 and self.checkpoint.every:
+            raise ValueError(
+                f"checkpoint.every: expected 0, because a trainer of {self.train.ranks} ranks writes no checkpoints; "
+                f"got {self.checkpoint.every}"
             )
         if self.rollouts.stall_timeout_s < self.train.sync_timeout_s:
             raise ValueError(

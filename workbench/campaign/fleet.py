@@ -18,14 +18,18 @@ import secrets
 import shutil
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from workbench import dataplane
 from workbench.actors import as_coroutine, within
 from workbench.campaign.doctor import before_a_run
+from workbench.campaign.proof import SyncProof, proof_ids, prove_weights
+from workbench.campaign.watch import Heartbeat
 from workbench.config import Recipe
 from workbench.errors import SetupError
+from workbench.finalizer.pool import FinalizerPool
 from workbench.gateway.client import ControlClient
 from workbench.gateway.process import GatewayProcess
 from workbench.models import resolve as resolve_model
@@ -33,7 +37,6 @@ from workbench.places import make_ray_directory
 
 CONTROL_TOKEN = "WORKBENCH_CONTROL_TOKEN"
 WORKER_TOKEN = "WORKBENCH_WORKER_TOKEN"
-STOP_TIMEOUT_S = 20.0
 WORKER_CONCURRENCY = 64
 # Fetch, publish, clear: together they end before the controller stops waiting, so that the one at fault is named.
 FINALIZER_REQUESTS = 4
@@ -42,8 +45,9 @@ FINALIZER_REQUESTS = 4
 class Fleet:
     """The running parts of one campaign. Use as `async with Fleet(recipe, run_dir) as fleet`.
 
-    After entry: `worker`, `trainer`, `finalizers` (Ray actor handles), `control` (gateway control client),
+    After entry: `worker`, `trainer` (Ray actor handles), `finalizers` (their pool), `control` (gateway control client),
     `gateway_url`, `probe` (the start-up probe's report) and `timings_s` (seconds a part took to start).
+    `report(kind, **fields)` is told what happens to parts while they run.
     Without `training` there is no trainer (`trainer` is None), and nothing that only a trainer needs is asked for.
     """
 
@@ -53,6 +57,7 @@ class Fleet:
         run_dir: Path,
         on_phase: Callable[[str], None] = lambda phase: None,
         *,
+        report: Callable[..., None] = lambda kind, **fields: None,
         training: bool = True,
     ) -> None:
         self.recipe = recipe
@@ -61,7 +66,8 @@ class Fleet:
         # Ray's handles have the methods of the class behind them, as coroutines under `.remote`; no type says so.
         self.worker: Any = None
         self.trainer: Any = None
-        self.finalizers: list[Any] = []
+        self._report = report
+        self._data_plane_actors: dict[str, Any] = {}
         self.timings_s: dict[str, float] = {}
         self.probe: dict[str, Any] = {}
         self._on_phase = on_phase
@@ -121,7 +127,6 @@ class Fleet:
                 "include_dashboard": False,
                 "runtime_env": {
                     "env_vars": {
-                        WORKER_TOKEN: os.environ[WORKER_TOKEN],
                         **dataplane.environment(plane.send_recv_timeout_s, plane.max_attempts),
                         # Engine and trainer share this machine's processors: a thread that spins while it waits for
                         # its team would take them from the other.
@@ -162,6 +167,7 @@ class Fleet:
             "TransferQueue",
             "starting",
         )
+        self._data_plane_actors = await asyncio.to_thread(dataplane.actors, plane.storage_units)
 
     async def _start_actors(self, model_path: Path) -> None:
         from workbench.finalizer.actor import FinalizerActor
@@ -171,27 +177,31 @@ class Fleet:
         recipe = self.recipe
         deadline_s = recipe.engine.start_timeout_s
         config = self._worker_config(model_path)
-        self.worker = worker_class.options(num_cpus=1, max_concurrency=WORKER_CONCURRENCY).remote(config)
+        self.worker = worker_class.options(
+            num_cpus=1,
+            max_concurrency=WORKER_CONCURRENCY,
+            runtime_env={"env_vars": {WORKER_TOKEN: os.environ[WORKER_TOKEN]}},
+        ).remote(config)
         self._stops.append(("policy worker", self._actor_stop(self.worker, graceful="stop")))
         waits = [
             # The worker ends its own wait at deadline_s, with a better reason than ours.
             within(self.worker.start.remote(), deadline_s + 30.0, "the policy worker", "starting its engine")
         ]
         if self._training:
-            from workbench.train.trainer import TrainerActor
-
-            self.trainer = TrainerActor.options(num_cpus=1).remote(self._trainer_config(model_path))
+            self.trainer = self._make_trainer(self._trainer_config(model_path))
             self._stops.append(("trainer", self._actor_stop(self.trainer)))
             waits.append(within(self.trainer.ready.remote(), deadline_s, "the trainer", "loading the model"))
-        self.finalizers = [
-            FinalizerActor.options(num_cpus=1).remote(
+        self.finalizers = finalizers = FinalizerPool(
+            lambda: FinalizerActor.options(num_cpus=1).remote(
                 str(self.run_dir), str(model_path), deadline_s=recipe.finalizer.timeout_s / FINALIZER_REQUESTS
-            )
-            for _ in range(recipe.finalizer.actors)
-        ]
-        self._stops += [("finalizer", self._actor_stop(actor, graceful="stop")) for actor in self.finalizers]
-        waits += [within(actor.ready.remote(), deadline_s, "a finalizer", "starting") for actor in self.finalizers]
-        self.worker_url, *_ = await asyncio.gather(*waits)
+            ),
+            recipe.finalizer.actors,
+            timeout_s=recipe.finalizer.timeout_s,
+            replace_timeout_s=recipe.deadlines.replace_s,
+            report=self._report,
+        )
+        self._stops.append(("finalizers", lambda: finalizers.stop(recipe.deadlines.stop_s / 2)))
+        self.worker_url, *_ = await asyncio.gather(*waits, finalizers.start(deadline_s))
 
     def _worker_config(self, model_path: Path) -> dict[str, Any]:
         recipe = self.recipe
@@ -228,15 +238,9 @@ class Fleet:
                 {
                     "ledger_dir": str(self.run_dir / "ledger"),
                     "worker_url": self.worker_url,
-                    "host": recipe.gateway.host,
-                    "port": recipe.gateway.port,
-                    "workers": recipe.gateway.workers,
-                    "control_open": recipe.gateway.control_open,
-                    "client_timeout_s": recipe.gateway.client_timeout_s,
+                    **recipe.gateway.model_dump(),
                     "model": "policy",
                     "sampling": recipe.sampling.model_dump(),
-                    "request_timeout_s": recipe.gateway.request_timeout_s,
-                    "max_body_bytes": recipe.gateway.max_body_bytes,
                     "capture_enabled": recipe.token_capture.enabled,
                 },
             ),
@@ -252,8 +256,34 @@ class Fleet:
             await asyncio.to_thread(gateway.stop)
 
         self._stops.append(("gateway", stop))
-        self.control = ControlClient(gateway.url, os.environ[CONTROL_TOKEN])
+        self.control = ControlClient(gateway.url, os.environ[CONTROL_TOKEN], timeout_s=recipe.deadlines.control_s)
         self._stops.append(("control client", self.control.close))
+
+    async def prove(self, version: int) -> SyncProof:
+        """Prove that sampler and trainer agree on the weights of `version`. Raises WeightSyncError."""
+        return await prove_weights(
+            self.worker,
+            self.trainer,
+            proof_ids(self.model_path),
+            version=version,
+            timeout_s=self.recipe.train.sync_timeout_s,
+            max_mean_abs_delta=self.recipe.proof.max_mean_abs_delta,
+        )
+
+    def heartbeats(self) -> dict[str, Heartbeat]:
+        """For every part that nothing can stand in for: its name, and a call that fails when it is dead.
+
+        A part that is busy answers later. Finalizers are not among them: their pool replaces them.
+        """
+        beats: dict[str, Heartbeat] = {
+            "the gateway": self._gateway_beat,
+            "the policy worker": lambda: self.worker.check_alive.remote(),
+        }
+        actors = self._data_plane_actors | ({"the trainer": self.trainer} if self.trainer is not None else {})
+        return beats | {name: partial(_ask_ready, actor) for name, actor in actors.items()}
+
+    async def _gateway_beat(self) -> None:
+        self.gateway.check()
 
     def _trainer_config(self, model_path: Path) -> dict[str, Any]:
         recipe = self.recipe
@@ -278,6 +308,15 @@ class Fleet:
             "seed": recipe.seed,
         }
 
+    def _make_trainer(self, config: dict[str, Any]) -> Any:
+        if self.recipe.train.ranks > 1:
+            from workbench.train.ranks import TrainerRanksActor
+
+            return TrainerRanksActor.options(num_cpus=1).remote(config, self.recipe.train.ranks)
+        from workbench.train.trainer import TrainerActor
+
+        return TrainerActor.options(num_cpus=1).remote(config)
+
     def _actor_stop(self, actor: Any, graceful: str | None = None) -> Callable[[], Awaitable[None]]:
         async def stop() -> None:
             import ray
@@ -285,7 +324,8 @@ class Fleet:
             if graceful is not None:
                 # A part that is already dead, or too stuck to stop itself, is killed below all the same.
                 with contextlib.suppress(Exception):
-                    await asyncio.wait_for(as_coroutine(getattr(actor, graceful).remote()), STOP_TIMEOUT_S / 2)
+                    call = as_coroutine(getattr(actor, graceful).remote())
+                    await asyncio.wait_for(call, self.recipe.deadlines.stop_s / 2)
             await asyncio.to_thread(ray.kill, actor)
 
         return stop
@@ -296,6 +336,10 @@ class Fleet:
         while self._stops:
             name, stop = self._stops.pop()
             try:
-                await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(stop())), STOP_TIMEOUT_S)
+                await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(stop())), self.recipe.deadlines.stop_s)
             except Exception as error:
                 self._on_phase(f"stopping {name} failed: {type(error).__name__}: {error}")
+
+
+def _ask_ready(actor: Any) -> Awaitable[Any]:
+    return actor.__ray_ready__.remote()

@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from workbench.actors import within
 from workbench.campaign.environments import Environment
 from workbench.campaign.rollouts import RolloutPlan, RolloutPlayer
 from workbench.campaign.state import CampaignState
@@ -40,7 +39,6 @@ class RolloutPump:
         at_once = state.recipe.rollouts.max_inflight_rollouts
         # First come, first served, so that one at a time are played in the order of their places.
         self._agents = asyncio.Semaphore(at_once) if at_once else contextlib.nullcontext()
-        self._finalizer_turn = 0
 
     async def run(self, steps_done: int = 0) -> None:
         """Start the groups of every step after `steps_done` in order, each as soon as its staleness bound allows."""
@@ -102,9 +100,8 @@ class RolloutPump:
                 sampled_s = time.monotonic() - began
                 state.watch.moved()
                 state.watch.in_flight[group_id] = "finalizing"
-                group = await self._finalize(
-                    FinalizationRequest(group_id=group_id, weight_version=version, rollouts=outcomes)
-                )
+                request = FinalizationRequest(group_id=group_id, weight_version=version, rollouts=outcomes)
+                group = await state.fleet.finalizers.finalize(request)
         except BaseException:
             await asyncio.shield(state.supply.abort(group_id))
             raise
@@ -134,18 +131,6 @@ class RolloutPump:
     async def _play(self, plan: RolloutPlan) -> RolloutOutcome:
         async with self._agents:
             return await self._player.play(plan)
-
-    async def _finalize(self, request: FinalizationRequest) -> FinalizedGroup:
-        fleet = self._state.fleet
-        finalizer = fleet.finalizers[self._finalizer_turn % len(fleet.finalizers)]
-        self._finalizer_turn += 1
-        answer = await within(
-            finalizer.finalize.remote(request.model_dump(mode="json")),
-            self._state.recipe.finalizer.timeout_s,
-            "the finalizer",
-            f"group {request.group_id}",
-        )
-        return FinalizedGroup.model_validate(answer)
 
     def _record(self, step: int, group: FinalizedGroup, sampled_s: float) -> None:
         writer = self._state.writer

@@ -7,7 +7,7 @@
 
 Files per rollout, all in one directory that any number of processes may share:
     <rollout>.lineage.jsonl  custody and failure rows alone, byte for byte the contract's
-    <rollout>.items.jsonl    digests of each call's conversation items (drift diagnosis reads them)
+    <rollout>.items.jsonl    digests of each call's conversation items, and shortened texts (drift diagnosis reads them)
     <rollout>.events.jsonl   drift diagnoses, late commits, seals
     <rollout>.replay.jsonl   what became of each call, for requests that come again (the gateway's, as .answers is,
                              which holds the served bytes, and .responses.jsonl)
