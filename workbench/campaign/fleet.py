@@ -200,9 +200,7 @@ class Fleet:
             within(self.worker.start.remote(), deadline_s + 30.0, "the policy worker", "starting its engine")
         ]
         if self._training:
-            from workbench.train.trainer import TrainerActor
-
-            self.trainer = TrainerActor.options(num_cpus=1).remote(self._trainer_config(model_path))
+            self.trainer = self._make_trainer(self._trainer_config(model_path))
             self._stops.append(("trainer", self._actor_stop(self.trainer)))
             waits.append(within(self.trainer.ready.remote(), deadline_s, "the trainer", "loading the model"))
         self.finalizers = finalizers = FinalizerPool(
@@ -321,6 +319,15 @@ class Fleet:
             "temperature": recipe.sampling.temperature,
             "seed": recipe.seed,
         }
+
+    def _make_trainer(self, config: dict[str, Any]) -> Any:
+        if self.recipe.train.ranks > 1:
+            from workbench.train.ranks import TrainerRanksActor
+
+            return TrainerRanksActor.options(num_cpus=1).remote(config, self.recipe.train.ranks)
+        from workbench.train.trainer import TrainerActor
+
+        return TrainerActor.options(num_cpus=1).remote(config)
 
     def _actor_stop(self, actor: Any, graceful: str | None = None) -> Callable[[], Awaitable[None]]:
         async def stop() -> None:
