@@ -127,7 +127,7 @@ class Running:
             **fleet._data_plane_actors,
         }
         asked = [_pid(actor) for actor in actors.values()]
-        self.pids = dict(zip(actors, await asyncio.gather(*asked), strict=True)) | {"gateway": fleet.gateway.pid}
+        self.pids = dict(zip(actors, await asyncio.gather(*asked), strict=True)) | {"gateway": fleet.gateway.pids[0]}
         self._processes |= {pid: psutil.Process(pid) for pid in self.pids.values()}
 
     async def survivors(self, timeout_s: float = 15.0) -> list[str]:
