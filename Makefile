@@ -1,13 +1,14 @@
 # From a fresh clone, each of these does everything that it needs: environment, packages, models, then the job.
 #   make campaign   a real GRPO campaign with token capture; leaves reports/<run>/campaign.ipynb
 #   make test       lint and all tests, those with a real engine included
-# Variables: RECIPE, ARGS="key=value …", EXTRAS=gpu,dev, PYTHON, PYTEST_ARGS, FUZZ_SECONDS.
+# Variables: RECIPE, ARGS="key=value …", EXTRAS=gpu,dev, PYTHON, PYTEST_ARGS, FUZZ_SECONDS, SOAK_GROUPS.
 
 RECIPE ?= cpu_smollm2
 ARGS ?=
 EXTRAS ?= cpu,dev
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 600
+SOAK_GROUPS ?= 1000
 
 PY := .venv/bin/python
 # The first Python that runs and is new enough; a name in the path may be a shim that only prints an error.
@@ -15,7 +16,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models campaign test check fuzz lab clean
+.PHONY: help setup models campaign test check fuzz soak lab clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 12
@@ -35,6 +36,10 @@ test: models ## lint and all tests; fast ones first, then Ray, then engines
 	@$(PY) tools/chromium.py >/dev/null || true # where there is none, the tests that need one say so and fail
 	@$(PY) -m ruff check .
 	@$(PY) -m pytest $(PYTEST_ARGS)
+
+soak: models ## a long scripted campaign and every part killed with real deadlines: make soak [SOAK_GROUPS=1000]
+	@SOAK_DEADLINES=real SOAK_GROUPS=$(SOAK_GROUPS) $(PY) -m pytest tests/campaign/soak.py tests/campaign/test_deaths.py \
+		--timeout 7200 $(PYTEST_ARGS)
 
 check: setup ## lint, types and the fast tests, in two or three minutes
 	@$(PY) -m ruff check .

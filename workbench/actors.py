@@ -16,29 +16,48 @@ from workbench.errors import ComponentDied, DeadlineExceeded, WorkbenchError
 T = TypeVar("T")
 
 
-async def within(awaitable: Awaitable[T], timeout_s: float, component: str, doing: str) -> T:
-    """Await with a deadline, and turn a dead Ray actor into an error that names it.
+class ActorLost(Exception):
+    """A call did not come back, and whether it did what was asked is unknown. `str()` says why, in half a sentence."""
 
-    Raises `DeadlineExceeded` after `timeout_s` seconds and `ComponentDied` where the actor or its node is gone.
-    A deliberate error raised inside the actor comes out as itself, not wrapped in Ray's.
-    """
+    def __init__(self, why: str, *, died: bool) -> None:
+        super().__init__(why)
+        self.died = died
+        """False: it may still be alive and at work."""
+
+
+async def answer(awaitable: Awaitable[T], timeout_s: float | None) -> T:
+    """Await a call to an actor. Raises `ActorLost` where it is gone or `timeout_s` has passed, and what the method
+    raised otherwise: a deliberate error as itself, not wrapped in Ray's."""
     import ray.exceptions as ray_errors
 
     try:
         return await asyncio.wait_for(as_coroutine(awaitable), timeout_s)
     except TimeoutError:
-        raise DeadlineExceeded(
-            f"{component} did not finish {doing} within {timeout_s:g} s. Next: workbench doctor, and the last events "
-            "of the run (events.jsonl)."
-        ) from None
+        raise ActorLost(f"no answer within {timeout_s:g} s", died=False) from None
     except ray_errors.RayTaskError as error:
         cause = error.cause if isinstance(error.cause, WorkbenchError) else None
         if cause is None:
             raise
         raise cause from None
     except ray_errors.RayActorError as error:
-        first_line = str(error).strip().splitlines()[0]
-        raise ComponentDied(f"{component} died while {doing}: {first_line}") from None
+        raise ActorLost(str(error).strip().splitlines()[0], died=True) from None
+
+
+async def within(awaitable: Awaitable[T], timeout_s: float, component: str, doing: str) -> T:
+    """Await with a deadline, and turn a dead Ray actor into an error that names it.
+
+    Raises `DeadlineExceeded` after `timeout_s` seconds and `ComponentDied` where the actor or its node is gone.
+    A deliberate error raised inside the actor comes out as itself, not wrapped in Ray's.
+    """
+    try:
+        return await answer(awaitable, timeout_s)
+    except ActorLost as lost:
+        if lost.died:
+            raise ComponentDied(f"{component} died while {doing}: {lost}") from None
+        raise DeadlineExceeded(
+            f"{component} did not finish {doing} within {timeout_s:g} s. Next: workbench doctor, and the last events "
+            "of the run (events.jsonl)."
+        ) from None
 
 
 async def as_coroutine(awaitable: Awaitable[T]) -> T:

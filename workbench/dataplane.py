@@ -166,6 +166,17 @@ def stop(timeout_s: float = 30.0) -> None:
     _connected = False
 
 
+def actors(storage_units: int) -> dict[str, Any]:
+    """Ray handles of what `start` started in this process, by a name for people."""
+    import ray
+
+    units = {
+        f"TransferQueue's storage unit {number}": ray.get_actor(f"TransferQueueStorageUnit#{number}")
+        for number in range(storage_units)
+    }
+    return {"TransferQueue's controller": ray.get_actor(**_CONTROLLER)} | units
+
+
 async def put(
     partition: str, keys: Sequence[str], fields: TensorDict, tags: Sequence[Mapping[str, Any]], *, deadline_s: float
 ) -> None:
@@ -219,6 +230,13 @@ async def clear(partition: str, keys: Sequence[str], *, deadline_s: float) -> No
             f"background, see whether the controller and storage units are alive"
         )
     await task
+
+
+async def drain_clears(timeout_s: float) -> None:
+    """Wait, at most `timeout_s`, for clears that outlived their deadline or their caller in this event loop."""
+    loop = asyncio.get_running_loop()
+    if mine := [task for task in _clears if task.get_loop() is loop]:
+        await asyncio.wait(mine, timeout=timeout_s)
 
 
 async def tags(partition: str, *, deadline_s: float) -> dict[str, dict[str, Any]]:

@@ -111,6 +111,9 @@ class DataPlane(Section):
     """One attempt against a storage unit. TransferQueue's default, 200 s, hides a dead one for ten minutes."""
     max_attempts: Positive = 2
     """Attempts before a storage unit counts as lost."""
+    sweep_every_s: Seconds = 10.0
+    """How often rows are looked for that nobody will fetch any more. They are cleared once they have lain about for
+    `send_recv_timeout_s` × `max_attempts`, so that no clear of theirs can still be at work."""
 
 
 class RayCluster(Section):
@@ -165,6 +168,19 @@ class Finalizer(Section):
     """Finalizer actors; each takes one logical CPU."""
     timeout_s: Seconds = 60.0
     """How long one group may take to be verified, published and stored."""
+
+
+class Deadlines(Section):
+    """How soon a part that died or hangs is found out. What one task may take stands with the task (`timeout_s`)."""
+
+    heartbeat_s: Seconds = 1.0
+    """How often every part is asked whether it is alive."""
+    replace_s: Seconds = 60.0
+    """How long until a lost finalizer has been replaced. Longer ends the campaign where it was the last one."""
+    control_s: Seconds = 30.0
+    """How long the gateway may take to answer the campaign itself: to close a rollout."""
+    stop_s: Seconds = 20.0
+    """How long each part may take to stop at the end, before it is killed."""
 
 
 class Advantage(Section):
@@ -308,6 +324,7 @@ class Recipe(Section):
     train: Train = Field(default_factory=Train)
     checkpoint: Checkpoint = Field(default_factory=Checkpoint)
     proof: Proof = Field(default_factory=Proof)
+    deadlines: Deadlines = Field(default_factory=Deadlines)
     reports: Reports = Field(default_factory=Reports)
 
     @model_validator(mode="after")

@@ -63,7 +63,6 @@ def test_every_command_has_help_and_a_sentence():
         (("run", "cpu_smoke", "environment.options.trns=3"), "environment.options.trns"),
         (("run", "cpu_smoke", "ray.num_cpus=2"), "at least 3 logical CPUs"),
         (("run", "cpu_smoke", "ray.num_cpus=4"), "ray.num_cpus 4, 6 actors; set ray.num_cpus=6"),
-        (("run", "cpu_smoke", "token_capture.enabled=false"), "nothing to train on then; set it to true"),
         (("run", "cpu_smoke", "model.path=no_such_model"), "no 'no_such_model'"),
         (("run", "cpu_smoke", "model.tool_call_parser=hermess"), "no 'hermess'; did you mean hermes? the engine has"),
         (("run", "cpu_smoke", "model.reasoning_parser=qwen33"), "no 'qwen33'; did you mean qwen3? the engine has"),

@@ -19,14 +19,17 @@ class _Failing(Campaign):
     def __init__(self) -> None:
         self.recipe = load_recipe("cpu_smoke")
         self.fleet = SimpleNamespace(
-            timings_s={}, probe={}, gateway_url="http://127.0.0.1:1", control=None, gateway=SimpleNamespace(check=bool)
+            timings_s={}, probe={}, gateway_url="http://127.0.0.1:1", control=None, heartbeats=dict
         )
         self.writer = SimpleNamespace(event=lambda kind, **fields: None)
         self.environment = None
-        self.state = SimpleNamespace(recipe=self.recipe, watch=Watch(60.0))
+        self.state = SimpleNamespace(recipe=self.recipe, watch=Watch(60.0), sweeper=SimpleNamespace(run=self._sleep))
+
+    async def _sleep(self) -> None:
+        await asyncio.sleep(60)
 
     async def _run_pumps(self, sampling, training) -> None:
-        await super()._run_pumps(SimpleNamespace(run=self._sample), SimpleNamespace(run=lambda: asyncio.sleep(60)))
+        await super()._run_pumps(SimpleNamespace(run=self._sample), SimpleNamespace(run=self._sleep))
 
     async def _sample(self) -> None:
         async with asyncio.TaskGroup() as groups:

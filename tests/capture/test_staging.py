@@ -197,6 +197,21 @@ async def test_one_bad_row_is_isolated_and_the_others_come_back(plane):
 
 
 @pytest.mark.ray
+async def test_one_key_that_fails_the_whole_read_costs_a_few_reads_more_not_one_a_row(plane):
+    sink, source = plane
+    chain = Chain("run.2.1.0")
+    for turn in range(31):
+        await sink.stage_async(chain.call(f"c{turn - 1}" if turn else None, carry=1, generated=1))
+    await dataplane.put(dataplane.STAGING, ["run.2.1.0/phantom"], None, [{"rollout_id": "x"}], deadline_s=10)
+    keys = [*(call.staging_key for call in chain.staged[:20]), "run.2.1.0/phantom"]
+    keys += [call.staging_key for call in chain.staged[20:]]
+    answers = await source.fetch(keys)
+    assert answers.pop(20).cause == Cause.MISSING_STAGING_ROW
+    assert answers == chain.staged
+    assert source.reads <= 2 * 5 + 2
+
+
+@pytest.mark.ray
 async def test_a_changed_token_is_not_repaired_and_not_hidden(plane):
     sink, source = plane
     call = Chain("run.3.0.0").call()

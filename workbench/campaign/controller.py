@@ -11,20 +11,29 @@ Not here: starting and stopping the parts (fleet), playing one rollout (rollouts
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from workbench.actors import within
+from workbench.campaign.echo_rollouts import EchoPlayer
 from workbench.campaign.environments import make_environment
 from workbench.campaign.fleet import Fleet
-from workbench.campaign.rollouts import RolloutPlayer
+from workbench.campaign.rollouts import AgentRunner, RolloutPlayer
 from workbench.campaign.sampling import RolloutPump
 from workbench.campaign.state import CampaignState
 from workbench.campaign.training import TrainPump
 from workbench.config import Recipe
+from workbench.echo.finalizer import EchoFinalizer
 from workbench.errors import SetupError, WorkbenchError
 from workbench.runs.writer import RunWriter
+from workbench.serving.sampling import SamplingPins
 from workbench.wire import check_rollout_id
+
+_LAST_LOOK_S = 3.0
 
 
 @dataclass
@@ -41,9 +50,12 @@ class CampaignResult:
         return f"Campaign {self.run_dir.name} · {self.steps} steps · weight version {self.weight_version}"
 
 
-async def run_campaign(recipe: Recipe, run_dir: Path | str) -> CampaignResult:
+async def run_campaign(
+    recipe: Recipe, run_dir: Path | str, *, make_fleet: Callable[..., Fleet] = Fleet
+) -> CampaignResult:
     """Run `recipe` to its last step and write everything into `run_dir`.
 
+    `make_fleet` is for tests, which run the same campaign on a scripted engine.
     Raises SetupError before anything heavy starts, DeadlineExceeded or ComponentDied naming the part at fault
     later; the run store is closed with the true status either way.
     """
@@ -55,7 +67,8 @@ async def run_campaign(recipe: Recipe, run_dir: Path | str) -> CampaignResult:
     with RunWriter(run_dir) as writer:
         writer.status(status="running", phase="set-up", run=run_dir.name)
         try:
-            async with Fleet(recipe, run_dir, on_phase=lambda phase: writer.status(phase=phase)) as fleet:
+            on_phase = partial(_say_phase, writer)
+            async with make_fleet(recipe, run_dir, on_phase=on_phase, report=writer.event) as fleet:
                 result = await Campaign(recipe, fleet, writer).run()
         except (asyncio.CancelledError, KeyboardInterrupt):
             writer.event("stopped", reason="interrupted")
@@ -83,23 +96,22 @@ class Campaign:
         """Run to the last step. Raises what ended it before: one plain error, whatever failed at the same time."""
         recipe, state = self.recipe, self.state
         self.writer.event("started", timings_s=self.fleet.timings_s, probe=self.fleet.probe)
-        player = RolloutPlayer(
-            gateway_url=self.fleet.gateway_url,
-            control=self.fleet.control,
-            environment=self.environment,
-            model="policy",
-            timeout_s=recipe.rollouts.timeout_s,
-            request_timeout_s=recipe.gateway.request_timeout_s,
-            seed=recipe.seed,
-        )
+        player = self._player()
         failure: BaseException | None = None
         try:
             await self._run_pumps(RolloutPump(state, player, self.environment), TrainPump(state))
+            await self._sweep_up()
         except BaseExceptionGroup as group:
             failure = _first_cause(group)
+        except WorkbenchError as error:
+            failure = error
         finally:
             await player.close()
         if failure is not None:
+            dead = await state.watch.find_dead(self.fleet.heartbeats(), _LAST_LOOK_S)
+            if dead is not None:
+                self.writer.event("died", message=str(dead), seen_as=f"{type(failure).__name__}: {failure}")
+                failure = dead
             # Not in the handler: the group would be its context, and IPython prints such an error without reporting it,
             # so that the runner would see a failed cell and no reason.
             raise failure
@@ -113,18 +125,58 @@ class Campaign:
         )
         return CampaignResult(self.fleet.run_dir, recipe.train.steps, state.weights.version, state.replaced)
 
+    def _player(self) -> AgentRunner:
+        recipe, fleet, finalizers = self.recipe, self.fleet, self.fleet.finalizers
+        settings: dict[str, Any] = {
+            "gateway_url": fleet.gateway_url,
+            "environment": self.environment,
+            "model": "policy",
+            "timeout_s": recipe.rollouts.timeout_s,
+            "request_timeout_s": recipe.gateway.request_timeout_s,
+            "seed": recipe.seed,
+        }
+        if isinstance(finalizers, EchoFinalizer):
+            return EchoPlayer(
+                finalizer=finalizers,
+                sampling=SamplingPins.model_validate(recipe.sampling.model_dump()),
+                weight_version=lambda: self.state.weights.version,
+                **settings,
+            )
+        return RolloutPlayer(control=fleet.control, **settings)
+
     async def _run_pumps(self, sampling: RolloutPump, training: TrainPump) -> None:
-        watch = self.state.watch
+        watch, every_s = self.state.watch, self.recipe.deadlines.heartbeat_s
         async with asyncio.TaskGroup() as tasks:
             watches = [
                 tasks.create_task(watch.measure_loop_lag()),
-                tasks.create_task(watch.until_stalled(self.fleet.gateway.check)),
+                tasks.create_task(watch.until_stalled()),
+                tasks.create_task(self.state.sweeper.run()),
+                *(
+                    tasks.create_task(watch.until_dead(part, beat, every_s))
+                    for part, beat in self.fleet.heartbeats().items()
+                ),
             ]
             rollouts = tasks.create_task(sampling.run())
             await training.run()
             await rollouts
             for task in watches:
                 task.cancel()
+
+    async def _sweep_up(self) -> None:
+        """Wait until the worker has staged its last call, and leave both partitions of TransferQueue empty."""
+        timeout_s = self.recipe.token_capture.sink_timeout_s + self.recipe.deadlines.stop_s
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            status = await within(self.fleet.worker.status.remote(), timeout_s, "the policy worker", "ending its calls")
+            if not (status["running_generations"] or status.get("live_calls")):
+                break
+            await asyncio.sleep(0.1)
+        left = await self.state.sweeper.finish(timeout_s)
+        self.writer.event("swept", cleared=self.state.sweeper.swept, left=left)
+
+
+def _say_phase(writer: RunWriter, phase: str) -> None:
+    writer.status(phase=phase)
 
 
 def _first_cause(group: BaseExceptionGroup) -> BaseException:

@@ -18,14 +18,21 @@ import secrets
 import shutil
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from workbench import dataplane
 from workbench.actors import as_coroutine, within
 from workbench.campaign.doctor import before_a_run
+from workbench.campaign.proof import SyncProof, proof_ids, prove_weights
+from workbench.campaign.watch import Heartbeat
 from workbench.config import Recipe
+from workbench.echo.finalizer import EchoFinalizer
+from workbench.echo.probe import probe_echo
 from workbench.errors import SetupError
+from workbench.finalizer.bos import bos_of
+from workbench.finalizer.pool import FinalizerPool
 from workbench.gateway.client import ControlClient
 from workbench.gateway.process import GatewayProcess
 from workbench.models import resolve as resolve_model
@@ -33,7 +40,6 @@ from workbench.places import make_ray_directory
 
 CONTROL_TOKEN = "WORKBENCH_CONTROL_TOKEN"
 WORKER_TOKEN = "WORKBENCH_WORKER_TOKEN"
-STOP_TIMEOUT_S = 20.0
 WORKER_CONCURRENCY = 64
 # Fetch, publish, clear: together they end before the controller stops waiting, so that the one at fault is named.
 FINALIZER_REQUESTS = 4
@@ -42,8 +48,10 @@ FINALIZER_REQUESTS = 4
 class Fleet:
     """The running parts of one campaign. Use as `async with Fleet(recipe, run_dir) as fleet`.
 
-    After entry: `worker`, `trainer`, `finalizers` (Ray actor handles), `control` (gateway control client),
+    After entry: `worker`, `trainer` (Ray actor handles), `finalizers` (their pool, or the echo finalizer),
+    `control` (gateway control client),
     `gateway_url`, `probe` (the start-up probe's report) and `timings_s` (seconds a part took to start).
+    `report(kind, **fields)` is told what happens to parts while they run.
     Without `training` there is no trainer (`trainer` is None), and nothing that only a trainer needs is asked for.
     """
 
@@ -53,6 +61,7 @@ class Fleet:
         run_dir: Path,
         on_phase: Callable[[str], None] = lambda phase: None,
         *,
+        report: Callable[..., None] = lambda kind, **fields: None,
         training: bool = True,
     ) -> None:
         self.recipe = recipe
@@ -61,7 +70,9 @@ class Fleet:
         # Ray's handles have the methods of the class behind them, as coroutines under `.remote`; no type says so.
         self.worker: Any = None
         self.trainer: Any = None
-        self.finalizers: list[Any] = []
+        self._report = report
+        self.finalizers: FinalizerPool | EchoFinalizer
+        self._data_plane_actors: dict[str, Any] = {}
         self.timings_s: dict[str, float] = {}
         self.probe: dict[str, Any] = {}
         self._on_phase = on_phase
@@ -90,8 +101,12 @@ class Fleet:
         await self._phase("data plane", self._start_data_plane())
         actors = "policy worker and trainer" if self._training else "policy worker"
         await self._phase(actors, self._start_actors(model_path))
-        await self._phase("probe", self._run_probe())
+        # Captured tokens are looked at in the worker, echoed ones where they arrive, behind the gateway.
+        if recipe.token_capture.enabled:
+            await self._phase("probe", self._run_probe())
         await self._phase("gateway", self._start_gateway())
+        if not recipe.token_capture.enabled:
+            await self._phase("probe", self._run_echo_probe())
 
     async def _phase(self, name: str, start: Awaitable[None]) -> None:
         self._on_phase(f"starting {name}")
@@ -121,7 +136,6 @@ class Fleet:
                 "include_dashboard": False,
                 "runtime_env": {
                     "env_vars": {
-                        WORKER_TOKEN: os.environ[WORKER_TOKEN],
                         **dataplane.environment(plane.send_recv_timeout_s, plane.max_attempts),
                         # Engine and trainer share this machine's processors: a thread that spins while it waits for
                         # its team would take them from the other.
@@ -162,16 +176,20 @@ class Fleet:
             "TransferQueue",
             "starting",
         )
+        self._data_plane_actors = await asyncio.to_thread(dataplane.actors, plane.storage_units)
 
     async def _start_actors(self, model_path: Path) -> None:
-        from workbench.finalizer.actor import FinalizerActor
         from workbench.serving.worker import PolicyWorker
 
         worker_class: Any = PolicyWorker
         recipe = self.recipe
         deadline_s = recipe.engine.start_timeout_s
         config = self._worker_config(model_path)
-        self.worker = worker_class.options(num_cpus=1, max_concurrency=WORKER_CONCURRENCY).remote(config)
+        self.worker = worker_class.options(
+            num_cpus=1,
+            max_concurrency=WORKER_CONCURRENCY,
+            runtime_env={"env_vars": {WORKER_TOKEN: os.environ[WORKER_TOKEN]}},
+        ).remote(config)
         self._stops.append(("policy worker", self._actor_stop(self.worker, graceful="stop")))
         waits = [
             # The worker ends its own wait at deadline_s, with a better reason than ours.
@@ -183,15 +201,29 @@ class Fleet:
             self.trainer = TrainerActor.options(num_cpus=1).remote(self._trainer_config(model_path))
             self._stops.append(("trainer", self._actor_stop(self.trainer)))
             waits.append(within(self.trainer.ready.remote(), deadline_s, "the trainer", "loading the model"))
-        self.finalizers = [
-            FinalizerActor.options(num_cpus=1).remote(
-                str(self.run_dir), str(model_path), deadline_s=recipe.finalizer.timeout_s / FINALIZER_REQUESTS
-            )
-            for _ in range(recipe.finalizer.actors)
-        ]
-        self._stops += [("finalizer", self._actor_stop(actor, graceful="stop")) for actor in self.finalizers]
-        waits += [within(actor.ready.remote(), deadline_s, "a finalizer", "starting") for actor in self.finalizers]
+        if recipe.token_capture.enabled:
+            self.finalizers = finalizers = self._finalizer_pool(model_path)
+            self._stops.append(("finalizers", lambda: finalizers.stop(recipe.deadlines.stop_s / 2)))
+            waits.append(finalizers.start())
+        else:
+            deadline_s = recipe.finalizer.timeout_s / FINALIZER_REQUESTS
+            self.finalizers = EchoFinalizer(self.run_dir, bos_of(model_path), deadline_s)
         self.worker_url, *_ = await asyncio.gather(*waits)
+
+    def _finalizer_pool(self, model_path: Path) -> FinalizerPool:
+        # Only where calls are captured: without capture nothing of that package is imported.
+        from workbench.finalizer.actor import FinalizerActor
+
+        recipe = self.recipe
+        return FinalizerPool(
+            lambda: FinalizerActor.options(num_cpus=1).remote(
+                str(self.run_dir), str(model_path), deadline_s=recipe.finalizer.timeout_s / FINALIZER_REQUESTS
+            ),
+            recipe.finalizer.actors,
+            timeout_s=recipe.finalizer.timeout_s,
+            start_timeout_s=recipe.deadlines.replace_s,
+            report=self._report,
+        )
 
     def _worker_config(self, model_path: Path) -> dict[str, Any]:
         recipe = self.recipe
@@ -218,6 +250,9 @@ class Fleet:
 
     async def _run_probe(self) -> None:
         self.probe = await within(self.worker.probe.remote(), 120.0, "the policy worker", "the start-up probe")
+
+    async def _run_echo_probe(self) -> None:
+        self.probe = await within(probe_echo(self.gateway_url, "policy"), 120.0, "the gateway", "the start-up probe")
 
     async def _start_gateway(self) -> None:
         recipe = self.recipe
@@ -251,8 +286,34 @@ class Fleet:
             await asyncio.to_thread(gateway.stop)
 
         self._stops.append(("gateway", stop))
-        self.control = ControlClient(gateway.url, os.environ[CONTROL_TOKEN])
+        self.control = ControlClient(gateway.url, os.environ[CONTROL_TOKEN], timeout_s=recipe.deadlines.control_s)
         self._stops.append(("control client", self.control.close))
+
+    async def prove(self, version: int) -> SyncProof:
+        """Prove that sampler and trainer agree on the weights of `version`. Raises WeightSyncError."""
+        return await prove_weights(
+            self.worker,
+            self.trainer,
+            proof_ids(self.model_path),
+            version=version,
+            timeout_s=self.recipe.train.sync_timeout_s,
+            max_mean_abs_delta=self.recipe.proof.max_mean_abs_delta,
+        )
+
+    def heartbeats(self) -> dict[str, Heartbeat]:
+        """For every part that nothing can stand in for: its name, and a call that fails when it is dead.
+
+        A part that is busy answers later. Finalizers are not among them: their pool replaces them.
+        """
+        beats: dict[str, Heartbeat] = {
+            "the gateway": self._gateway_beat,
+            "the policy worker": lambda: self.worker.check_alive.remote(),
+        }
+        actors = self._data_plane_actors | ({"the trainer": self.trainer} if self.trainer is not None else {})
+        return beats | {name: partial(_ask_ready, actor) for name, actor in actors.items()}
+
+    async def _gateway_beat(self) -> None:
+        self.gateway.check()
 
     def _trainer_config(self, model_path: Path) -> dict[str, Any]:
         recipe = self.recipe
@@ -284,7 +345,8 @@ class Fleet:
             if graceful is not None:
                 # A part that is already dead, or too stuck to stop itself, is killed below all the same.
                 with contextlib.suppress(Exception):
-                    await asyncio.wait_for(as_coroutine(getattr(actor, graceful).remote()), STOP_TIMEOUT_S / 2)
+                    call = as_coroutine(getattr(actor, graceful).remote())
+                    await asyncio.wait_for(call, self.recipe.deadlines.stop_s / 2)
             await asyncio.to_thread(ray.kill, actor)
 
         return stop
@@ -295,6 +357,10 @@ class Fleet:
         while self._stops:
             name, stop = self._stops.pop()
             try:
-                await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(stop())), STOP_TIMEOUT_S)
+                await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(stop())), self.recipe.deadlines.stop_s)
             except Exception as error:
                 self._on_phase(f"stopping {name} failed: {type(error).__name__}: {error}")
+
+
+def _ask_ready(actor: Any) -> Awaitable[Any]:
+    return actor.__ray_ready__.remote()

@@ -143,7 +143,8 @@ class RolloutPlayer(AgentRunner):
         total: float = 0.0
         components: dict[str, float] = {}
         if error is None and result is not None:
-            total, components, error = self._score(plan, result)
+            # In a thread: a reward is code that we did not write, and all other rollouts wait for this loop.
+            total, components, error = await asyncio.to_thread(self._score, plan, result)
         receipt = assemble_receipt(
             manifest,
             rollout_id=rollout_id,

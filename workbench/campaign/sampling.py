@@ -16,9 +16,8 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-from workbench.actors import within
 from workbench.campaign.environments import Environment
-from workbench.campaign.rollouts import RolloutPlan, RolloutPlayer
+from workbench.campaign.rollouts import AgentRunner, RolloutPlan
 from workbench.campaign.state import CampaignState
 from workbench.errors import WorkbenchError
 from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome
@@ -30,14 +29,13 @@ class RolloutPump:
     """Plays `groups_per_step` groups for every step. `next_group` is the number of the first group it starts."""
 
     def __init__(
-        self, state: CampaignState, player: RolloutPlayer, environment: Environment, next_group: int = 0
+        self, state: CampaignState, player: AgentRunner, environment: Environment, next_group: int = 0
     ) -> None:
         self._state = state
         self._player = player
         self._environment = environment
         self._next_group = next_group
         self._slots = asyncio.Semaphore(state.recipe.rollouts.max_inflight_groups)
-        self._finalizer_turn = 0
 
     async def run(self, steps_done: int = 0) -> None:
         """Start the groups of every step after `steps_done` in order, each as soon as its staleness bound allows."""
@@ -99,9 +97,8 @@ class RolloutPump:
                 sampled_s = time.monotonic() - began
                 state.watch.moved()
                 state.watch.in_flight[group_id] = "finalizing"
-                group = await self._finalize(
-                    FinalizationRequest(group_id=group_id, weight_version=version, rollouts=outcomes)
-                )
+                request = FinalizationRequest(group_id=group_id, weight_version=version, rollouts=outcomes)
+                group = await state.fleet.finalizers.finalize(request)
         except BaseException:
             await asyncio.shield(state.supply.abort(group_id))
             raise
@@ -127,18 +124,6 @@ class RolloutPump:
         if failure is not None:
             raise failure
         return [task.result() for task in tasks]
-
-    async def _finalize(self, request: FinalizationRequest) -> FinalizedGroup:
-        fleet = self._state.fleet
-        finalizer = fleet.finalizers[self._finalizer_turn % len(fleet.finalizers)]
-        self._finalizer_turn += 1
-        answer = await within(
-            finalizer.finalize.remote(request.model_dump(mode="json")),
-            self._state.recipe.finalizer.timeout_s,
-            "the finalizer",
-            f"group {request.group_id}",
-        )
-        return FinalizedGroup.model_validate(answer)
 
     def _record(self, step: int, group: FinalizedGroup, sampled_s: float) -> None:
         writer = self._state.writer

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from workbench import dataplane
 from workbench.campaign.fleet import Fleet
 from workbench.campaign.supply import Supply
 from workbench.campaign.sync import Weights
 from workbench.campaign.watch import Watch
 from workbench.config import Recipe
+from workbench.finalizer.sweeper import Sweeper
 from workbench.runs.writer import RunWriter
 from workbench.train.buffer import ReplayBuffer
 
@@ -24,6 +26,7 @@ class CampaignState:
     watch: Watch
     weights: Weights
     supply: Supply
+    sweeper: Sweeper
     replaced: int = 0
     """Groups that left by their typed exit and were sampled afresh."""
     evicted: int = 0
@@ -36,4 +39,12 @@ class CampaignState:
         """The state of a campaign that has sampled and trained nothing yet."""
         watch = Watch(recipe.rollouts.stall_timeout_s)
         supply = Supply(ReplayBuffer.of(recipe.train))
-        return cls(recipe, fleet, writer, watch, Weights(recipe, fleet, writer, watch), supply)
+        plane = recipe.data_plane
+        clear_s = plane.send_recv_timeout_s * plane.max_attempts  # how long TransferQueue itself tries
+        sweeper = Sweeper(
+            {dataplane.STAGING: supply.staging, dataplane.TRAIN: supply.training},
+            deadline_s=clear_s,
+            every_s=plane.sweep_every_s,
+            grace_s=clear_s,
+        )
+        return cls(recipe, fleet, writer, watch, Weights(recipe, fleet, writer, watch), supply, sweeper)

@@ -14,7 +14,6 @@ from typing import Any
 
 from workbench.actors import within
 from workbench.campaign.fleet import Fleet
-from workbench.campaign.proof import proof_ids, prove_weights
 from workbench.campaign.watch import Watch
 from workbench.config import Recipe
 from workbench.runs.writer import RunWriter
@@ -29,7 +28,6 @@ class Weights:
         self._fleet = fleet
         self._writer = writer
         self._watch = watch
-        self._proof_ids = proof_ids(fleet.model_path)
         self._changed = asyncio.Condition()
 
     async def reached(self, version: int) -> None:
@@ -54,14 +52,7 @@ class Weights:
             f"loading step {step}",
         )
         loaded = time.monotonic()
-        proof = await prove_weights(
-            fleet.worker,
-            fleet.trainer,
-            self._proof_ids,
-            version=step,
-            timeout_s=timeout_s,
-            max_mean_abs_delta=self._recipe.proof.max_mean_abs_delta,
-        )
+        proof = await fleet.prove(step)
         await within(fleet.worker.resume.remote(), timeout_s, "the policy worker", f"resuming at step {step}")
         async with self._changed:
             self.version = step

@@ -42,6 +42,7 @@ class TrainPump:
             trained = await within(
                 state.fleet.trainer.train_step.remote(step, keys), train.timeout_s, "the trainer", f"step {step}"
             )
+        state.supply.trained(taken)
         trained_s = time.monotonic() - began
         state.watch.moved()
         with state.watch.doing(f"step {step}", "weight sync"):

@@ -1,7 +1,7 @@
-"""Watch: what is in flight, when something last moved, and how late the event loop runs.
+"""Watch: who is alive, what is in flight, when something last moved, and how late the event loop runs.
 
-Invariant: a campaign in which nothing moves for `stall_timeout_s` ends, and the error names what was in flight.
-Not here: deadlines of single waits (workbench.actors), what to do about it (controller).
+Invariants: a campaign in which a part died, or in which nothing moves for `stall_timeout_s`, ends, and the error names
+the part and what was in flight. Not here: deadlines of single waits (workbench.actors), what replaces a part (pool).
 """
 
 from __future__ import annotations
@@ -9,13 +9,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
-from workbench.errors import DeadlineExceeded
+from workbench.actors import ActorLost, answer
+from workbench.errors import ComponentDied, DeadlineExceeded
+
+Heartbeat = Callable[[], Awaitable[Any]]
+"""A call to a part that fails once the part is dead, whenever it was made."""
 
 _LAG_EVERY_S = 0.1
+_LAGS_KEPT = 36_000  # of the last hour; a run of a week must not grow by them
 
 
 class Watch:
@@ -26,9 +33,11 @@ class Watch:
 
     def __init__(self, stall_timeout_s: float) -> None:
         self.in_flight: dict[str, str] = {}
+        self.last_in_flight = ""
+        """What was in flight when the first thing failed; empty as long as nothing has."""
         self._stall_timeout_s = stall_timeout_s
         self._last_moved = time.monotonic()
-        self._lags_s: list[float] = []
+        self._lags_s: deque[float] = deque(maxlen=_LAGS_KEPT)
 
     def moved(self) -> None:
         """Something came to an end: the clock of the stall begins again."""
@@ -40,6 +49,9 @@ class Watch:
         self.in_flight[what] = doing
         try:
             yield
+        except BaseException:
+            self.last_in_flight = self.last_in_flight or self.described()
+            raise
         finally:
             self.in_flight.pop(what, None)
 
@@ -47,13 +59,28 @@ class Watch:
         """What is in flight, for a sentence."""
         return ", ".join(f"{what} ({doing})" for what, doing in sorted(self.in_flight.items())) or "nothing"
 
-    async def until_stalled(self, check: Callable[[], None]) -> None:
-        """Runs until nothing has moved for `rollouts.stall_timeout_s` and then raises DeadlineExceeded; `check` is
-        called in between and may raise."""
+    async def until_dead(self, part: str, beat: Heartbeat, every_s: float) -> None:
+        """Runs until `part` is dead and then raises ComponentDied."""
+        while True:
+            if (why := await _why_dead(beat, None)) is not None:
+                raise ComponentDied(f"{part} died: {why}; in flight: {self.described()}.")
+            await asyncio.sleep(every_s)
+
+    async def find_dead(self, beats: Mapping[str, Heartbeat], timeout_s: float) -> ComponentDied | None:
+        """Ask every part once, for an error that may only be the consequence of a death; None when all are alive.
+
+        One that does not answer within `timeout_s` is busy, not dead.
+        """
+        whys = await asyncio.gather(*(_why_dead(beat, timeout_s) for beat in beats.values()))
+        dead = [f"{part} died: {why}" for part, why in zip(beats, whys, strict=True) if why is not None]
+        in_flight = self.last_in_flight or self.described()
+        return ComponentDied(f"{'; '.join(dead)}; in flight: {in_flight}.") if dead else None
+
+    async def until_stalled(self) -> None:
+        """Runs until nothing has moved for `rollouts.stall_timeout_s` and then raises DeadlineExceeded."""
         limit_s = self._stall_timeout_s
         while True:
             await asyncio.sleep(min(1.0, limit_s / 4))
-            check()
             if time.monotonic() - self._last_moved > limit_s:
                 raise DeadlineExceeded(
                     f"nothing has moved for {limit_s:g} s (rollouts.stall_timeout_s); in flight: {self.described()}."
@@ -69,3 +96,14 @@ class Watch:
     def loop_lag_p99_s(self) -> float | None:
         """99th percentile of the loop's lateness in seconds; None before the first measurement."""
         return float(np.quantile(self._lags_s, 0.99)) if self._lags_s else None
+
+
+async def _why_dead(beat: Heartbeat, timeout_s: float | None) -> str | None:
+    """None: alive, or at least not found dead within `timeout_s`."""
+    try:
+        await answer(beat(), timeout_s)
+    except ActorLost as lost:
+        return str(lost) if lost.died else None
+    except ComponentDied as died:
+        return str(died)
+    return None

@@ -12,6 +12,7 @@ comes through and fails there.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,6 +34,10 @@ from workbench.errors import DeadlineExceeded, StagingError, WorkbenchError
 from workbench.wire import Cause, StagedCall
 
 __all__ = ["MemorySink", "TransferQueueSink", "TransferQueueSource", "pack", "tags_of", "unpack"]
+
+
+SLOW_S = 1.0
+"""A read that fails faster than this failed for a row; slower, for a storage unit that did not answer."""
 
 
 class MemorySink:
@@ -113,12 +118,13 @@ class TransferQueueSink:
 class TransferQueueSource:
     """Reads staged calls back: one batched, deduplicated read, then the comparison that TransferQueue does not make.
 
+    A read that fails is halved until what made it fail stands alone, so one bad row among n costs about 2 log n reads.
     `reads` counts requests to TransferQueue: 1 a fetch as long as every row is there and alike.
     """
 
-    def __init__(self, deadline_s: float = 60.0, max_single_reads: int = 16) -> None:
+    def __init__(self, deadline_s: float = 60.0, max_reads: int = 16) -> None:
         self._deadline_s = deadline_s
-        self._singles = asyncio.Semaphore(max_single_reads)
+        self._reading = asyncio.Semaphore(max_reads)
         self.reads = 0
 
     async def fetch(self, keys: Sequence[str]) -> list[StagedCall | StagingError]:
@@ -144,15 +150,17 @@ class TransferQueueSource:
 
     async def _read_together(self, keys: list[str]) -> dict[str, dict[str, np.ndarray]]:
         """Columns by key of every row that the batched read gave and that is told apart for certain."""
+        began = time.monotonic()
         try:
             rows = await self._get(keys)
         except WorkbenchError:
             await dataplane.check_alive()  # rather than masking a whole group for a dead controller
             return {}
-        except Exception:  # no key known, one is a tag without a row, a storage unit is gone: read one by one
-            return {}
+        except Exception:  # no key known, one is a tag without a row, a storage unit is gone
+            # A storage unit that does not answer fails each read after a wait: rather once more than at every halving.
+            return {} if time.monotonic() - began > SLOW_S else await self._read_halves(keys)
         if any(name not in row for row in rows for name in COLUMNS):
-            return {}  # one row lacks a column, so TransferQueue left it out of all of them
+            return await self._read_halves(keys)  # one row lacks a column, so TransferQueue left it out of all of them
         if len(rows) == len(keys):
             return dict(zip(keys, rows, strict=True))
         # Some keys had no row and were left out without a word. Only the rows themselves say which are which.
@@ -160,21 +168,28 @@ class TransferQueueSource:
         count = Counter(name for name, _ in named)
         return {name: row for name, row in named if name in set(keys) and count[name] == 1}
 
+    async def _read_halves(self, keys: list[str]) -> dict[str, dict[str, np.ndarray]]:
+        """What the two halves of a failed read give; a single key is left to `_read_alone`, which knows why."""
+        if len(keys) < 2:
+            return {}
+        middle = len(keys) // 2
+        first, second = await asyncio.gather(self._read_together(keys[:middle]), self._read_together(keys[middle:]))
+        return first | second
+
     async def _read_alone(self, key: str) -> StagedCall | StagingError:
-        async with self._singles:
-            try:
-                rows = await self._get([key])
-            except DeadlineExceeded:
-                await dataplane.check_alive()
-                return missing_row(key)
-            except ValueError:  # not found, or a tag without a row
-                return missing_row(key)
-            except WorkbenchError:
-                raise
-            except Exception as error:
-                return StagingError(
-                    f"staged call {key} could not be read: {error}", cause=Cause.MISSING_STAGING_ROW, key=key
-                )
+        try:
+            rows = await self._get([key])
+        except DeadlineExceeded:
+            await dataplane.check_alive()
+            return missing_row(key)
+        except ValueError:  # not found, or a tag without a row
+            return missing_row(key)
+        except WorkbenchError:
+            raise
+        except Exception as error:
+            return StagingError(
+                f"staged call {key} could not be read: {error}", cause=Cause.MISSING_STAGING_ROW, key=key
+            )
         return _try_unpack(key, rows[0]) if len(rows) == 1 else missing_row(key)
 
     async def _add_routes(self, columns: dict[str, dict[str, np.ndarray]]) -> None:
@@ -190,8 +205,9 @@ class TransferQueueSource:
             columns.update(zip(lacking, rows, strict=True))
 
     async def _get(self, keys: list[str], fields: list[str] | None = None) -> list[dict[str, np.ndarray]]:
-        self.reads += 1
-        batch = await dataplane.get(dataplane.STAGING, keys, deadline_s=self._deadline_s, fields=fields)
+        async with self._reading:
+            self.reads += 1
+            batch = await dataplane.get(dataplane.STAGING, keys, deadline_s=self._deadline_s, fields=fields)
         return dataplane.split_rows(batch)
 
 

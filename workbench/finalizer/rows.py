@@ -3,13 +3,14 @@
 Columns: `token_ids` int64[T] (the bits of uint64), `token_mask` uint8[T], `logprobs` float32[T], `meta` uint8[...]
 (JSON of the rest). Tags are `group_id`, `index`, `weight_version_min`, `weight_version_max`, `sample_mask` and
 `n_routes_backfilled`; a placeholder, which stands on no call, has the version of its group's dispatch in both.
-Invariants: the N rows of a group are put in one batch, in index order; a placeholder has mask 0 everywhere.
+Invariants: the N rows of a group are put in one batch, in index order; a placeholder has mask 0 everywhere; a row that
+is there already, bit for bit, is not put again.
 Not here: which rows there are (group), reading them (workbench.train.rows).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -17,6 +18,9 @@ import numpy as np
 import orjson
 
 from workbench import dataplane
+from workbench.errors import WorkbenchError
+
+Columns = dict[str, np.ndarray]
 
 _ARRAYS = ("token_ids", "token_mask", "logprobs")
 
@@ -78,28 +82,70 @@ def pack_row(row: GroupRow) -> dict[str, np.ndarray]:
     }
 
 
-async def publish_rows(rows: Sequence[GroupRow], dispatch_version: int, *, deadline_s: float = 60.0) -> list[str]:
-    """Put the rows in one batch and return their keys, in order. A second publication overwrites the first."""
+async def publish_rows(
+    rows: Sequence[GroupRow],
+    dispatch_version: int,
+    *,
+    deadline_s: float = 60.0,
+    published: Mapping[str, Columns] | None = None,
+) -> list[str]:
+    """Put the rows in one batch and return the keys of all of them, in order.
+
+    `published` is what `published_rows` found; a row that equals what is there is left alone.
+    """
     import torch
     from tensordict import TensorDict
 
-    packed = [pack_row(row) for row in rows]
+    keys = [row.rollout_id for row in rows]
+    packed = {row.rollout_id: pack_row(row) for row in rows}
+    new = [row for row in rows if not _equal(packed[row.rollout_id], (published or {}).get(row.rollout_id))]
+    if not new:
+        return keys
     columns = {
         name: torch.nested.as_nested_tensor(
-            [torch.from_numpy(columns[name].copy()) for columns in packed], layout=torch.jagged
+            [torch.from_numpy(packed[row.rollout_id][name].copy()) for row in new], layout=torch.jagged
         )
-        for name in packed[0]
+        for name in packed[keys[0]]
     }
-    keys = [row.rollout_id for row in rows]
     await dataplane.connect()
     await dataplane.put(
         dataplane.TRAIN,
-        keys,
-        TensorDict(columns, batch_size=len(rows)),
-        [row.tags(dispatch_version) for row in rows],
+        [row.rollout_id for row in new],
+        TensorDict(columns, batch_size=len(new)),
+        [row.tags(dispatch_version) for row in new],
         deadline_s=deadline_s,
     )
     return keys
+
+
+async def published_rows(keys: Sequence[str], *, deadline_s: float = 60.0) -> dict[str, Columns]:
+    """Columns by key of those rows that are in the train partition and readable; the others are not mentioned.
+
+    Raises DeadlineExceeded and ComponentDied when the data plane does not answer: then nothing is known.
+    """
+    await dataplane.connect()
+    listed = await dataplane.tags(dataplane.TRAIN, deadline_s=deadline_s)
+    found: dict[str, Columns] = {}
+    for key in keys:
+        # One by one: a key that is listed without a row (its put failed half-way) would fail a read of all.
+        if key in listed:
+            try:
+                batch = await dataplane.get(dataplane.TRAIN, [key], deadline_s=deadline_s)
+            except WorkbenchError:
+                raise
+            except Exception:  # a tag without a row
+                continue
+            if rows := dataplane.split_rows(batch):
+                found[key] = rows[0]
+    return found
+
+
+def _equal(row: Columns, there: Columns | None) -> bool:
+    return (
+        there is not None
+        and row.keys() == there.keys()
+        and all(row[name].dtype == there[name].dtype and row[name].tobytes() == there[name].tobytes() for name in row)
+    )
 
 
 async def clear_rows(keys: Sequence[str], *, deadline_s: float = 60.0) -> None:

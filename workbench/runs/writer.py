@@ -106,6 +106,8 @@ class RunWriter:
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
+        # Its own: replacing the status waits for the disk, and a line must not wait for that.
+        self._status_lock = threading.Lock()
         self._closed = False
         self._status: dict[str, Any] = {}
         self._files = {name: self._open(self.run_dir / f"{name}.jsonl") for name in self.FILES}
@@ -149,7 +151,7 @@ class RunWriter:
 
     def status(self, row: Mapping[str, Any] | None = None, /, **fields: Any) -> None:
         """Merge into status.json and replace it; readers never see half a file."""
-        with self._lock:
+        with self._status_lock:
             if self._closed:
                 raise RunStoreError(f"run {self.run_dir} is closed; its status stays as it is")
             self._status |= {**(row or {}), **fields}
@@ -158,7 +160,7 @@ class RunWriter:
 
     def close(self) -> None:
         """Fsync and close everything; a second call does nothing."""
-        with self._lock:
+        with self._status_lock, self._lock:
             if self._closed:
                 return
             self._closed = True

@@ -15,6 +15,7 @@ Not here: which rows (buffer), who votes (votes), what is recorded (record), loa
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
@@ -39,6 +40,8 @@ from workbench.train.restore import check_same_weights, newest_checkpoint, store
 from workbench.train.rows import RowSource, TrainPartition, TrainRow, match_rows
 from workbench.train.settings import DTYPES, TrainerConfig
 from workbench.train.votes import DISAGREES, Ballot, cast_votes
+
+_LOG = logging.getLogger(__name__)
 
 
 class Trainer:
@@ -105,12 +108,19 @@ class Trainer:
         trained = time.monotonic()
         write_part(self.run_dir / "train" / f"step-{step}.parquet", "train", part)
         stored = time.monotonic()
-        self.source.clear(train_keys)
+        self._clear(train_keys)
         return metrics | {
             "fetch_s": fetched - clock,
             "store_s": stored - trained,
             "clear_s": time.monotonic() - stored,
         }
+
+    def _clear(self, train_keys: Sequence[str]) -> None:
+        # The step is taken and stored: rows that stay behind are the sweeper's, not a reason to end the campaign.
+        try:
+            self.source.clear(train_keys)
+        except Exception as error:
+            _LOG.warning("%d trained rows are not cleared, left to the sweeper: %s", len(train_keys), error)
 
     def step_on(self, step: int, rows: Sequence[TrainRow]) -> tuple[dict[str, Any], dict[str, list[Any]]]:
         """One step on `rows`: metrics, and the columns of the run store's table `train`.

@@ -1,0 +1,183 @@
+"""The rollout pump without its fleet: who waits for whom, what a failure leaves behind, what replaces what."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from workbench.campaign.environments import make_environment
+from workbench.campaign.sampling import RolloutPump
+from workbench.campaign.supply import Supply
+from workbench.campaign.watch import Watch
+from workbench.config import load_recipe
+from workbench.errors import ComponentDied
+from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome
+from workbench.finalizer.metrics import GroupMetrics
+from workbench.train.buffer import ReplayBuffer
+from workbench.wire import Cause
+
+
+class Versions:
+    """Weight versions, confirmed by the test."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self._changed = asyncio.Condition()
+
+    async def reached(self, version: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.version >= version)
+
+    async def confirm(self, version: int) -> None:
+        async with self._changed:
+            self.version = version
+            self._changed.notify_all()
+
+
+class Bench:
+    """A pump whose agents and finalizer do as the test says: they are the fakes, all between them is real."""
+
+    def __init__(self, *overrides: str) -> None:
+        self.recipe = load_recipe("cpu_smoke", ["train.rollouts_per_group=3", *overrides])
+        self.events: list[dict[str, Any]] = []
+        self.playing: set[str] = set()
+        self.most_groups = 0
+        self.ended: list[str] = []
+        self.exits: set[str] = set()  # groups that leave by their typed exit
+        self.fails: str | None = None  # rollout whose player raises
+        self.release = asyncio.Event()
+        self.versions = Versions()
+        self.supply = Supply(ReplayBuffer.of(self.recipe.train))
+        writer = SimpleNamespace(
+            event=lambda kind, **fields: self.events.append({"kind": kind, **fields}), group=lambda row: None
+        )
+        self.state: Any = SimpleNamespace(
+            recipe=self.recipe,
+            fleet=SimpleNamespace(run_dir=SimpleNamespace(name="run"), finalizers=self),
+            writer=writer,
+            watch=Watch(60.0),
+            weights=self.versions,
+            supply=self.supply,
+            replaced=0,
+            evicted=0,
+            rejections={},
+        )
+        self.pump = RolloutPump(self.state, self, make_environment(self.recipe))  # type: ignore[arg-type]
+
+    async def play(self, plan: Any) -> RolloutOutcome:
+        self.playing.add(plan.rollout_id)
+        self.most_groups = max(self.most_groups, len({rollout.split(".")[1] for rollout in self.playing}))
+        try:
+            if plan.rollout_id == self.fails:
+                await asyncio.sleep(0.01)
+                raise ComponentDied("the gateway is gone")
+            await self.release.wait()
+        finally:
+            await asyncio.sleep(0)  # ending takes a moment, as closing a connection does
+            self.playing.discard(plan.rollout_id)
+            self.ended.append(plan.rollout_id)
+        return RolloutOutcome(rollout_id=plan.rollout_id, index=plan.index)
+
+    async def finalize(self, request: FinalizationRequest) -> FinalizedGroup:
+        gone = request.group_id in self.exits
+        keys = [] if gone else [outcome.rollout_id for outcome in request.rollouts]
+        return FinalizedGroup(
+            group_id=request.group_id,
+            weight_version=request.weight_version,
+            train_keys=keys,
+            rows=[],
+            metrics=GroupMetrics(),
+            exit_cause=Cause.ROUTE_DIMS_UNKNOWN if gone else None,
+        )
+
+    def started(self) -> list[tuple[int, str]]:
+        return [(e["step"], e["group_id"]) for e in self.events if e["kind"] == "group_started"]
+
+    async def settle(self) -> None:
+        for _ in range(50):
+            await asyncio.sleep(0)
+
+
+async def test_when_a_rollout_fails_its_siblings_have_ended_before_the_group_does():
+    bench = Bench("rollouts.max_inflight_groups=1", "train.groups_per_step=1", "train.steps=1")
+    bench.fails = "run.0.1.0"
+    failure: BaseException | None = None
+    try:
+        await bench.pump.run()
+    except BaseExceptionGroup as group:
+        failure = group
+        # At this very moment, without another turn of the loop, nobody is playing any more.
+        assert bench.playing == set()
+    assert failure is not None
+    assert sorted(bench.ended) == ["run.0.0.0", "run.0.1.0", "run.0.2.0"]
+    assert bench.supply.buffer.state("g00000") == "discarded"
+    assert bench.supply.staging() == bench.supply.training() == set()
+    assert bench.state.watch.in_flight == {} and bench.state.watch.last_in_flight == "g00000 (sampling)"
+
+
+async def test_at_most_max_inflight_groups_are_played_at_once():
+    bench = Bench("rollouts.max_inflight_groups=2", "train.groups_per_step=5", "train.steps=1")
+    pump = asyncio.create_task(bench.pump.run())
+    await bench.settle()
+    assert len(bench.started()) == 2 and len(bench.playing) == 6
+    assert bench.supply.staging() == bench.playing
+    bench.release.set()
+    taken = await asyncio.wait_for(bench.supply.take(5, 0), 10)
+    await bench.versions.confirm(1)
+    await asyncio.wait_for(pump, 10)
+    assert bench.most_groups == 2 and len(taken) == 5
+
+
+async def test_a_group_that_leaves_by_its_exit_is_replaced_so_that_no_step_trains_short():
+    bench = Bench("rollouts.max_inflight_groups=4", "train.groups_per_step=2", "train.steps=2", "train.max_staleness=0")
+    bench.exits = {"g00000", "g00002"}
+    bench.release.set()
+    pump = asyncio.create_task(bench.pump.run())
+    first = await asyncio.wait_for(bench.supply.take(2, 0), 10)
+    # With no staleness allowed nothing of step 2 starts before the weights of step 1 are confirmed.
+    await bench.settle()
+    assert {step for step, _ in bench.started()} == {1}
+    await bench.versions.confirm(1)
+    second = await asyncio.wait_for(bench.supply.take(2, 1), 10)
+    await bench.versions.confirm(2)
+    await asyncio.wait_for(pump, 10)
+    assert [len(entry.train_keys) for entry in (*first, *second)] == [3] * 4
+    assert len({entry.group_id for entry in (*first, *second)} - bench.exits) == 4
+    assert bench.state.replaced == 2
+    assert [e["group_id"] for e in bench.events if e["kind"] == "group_replaced"] == ["g00000", "g00002"]
+    # Every group, a replacement too, was started at weights its step may train on.
+    assert all(entry.weight_version >= 1 for entry in second)
+
+
+async def test_a_full_buffer_holds_the_pump_back_until_the_trainer_takes_groups():
+    bench = Bench(
+        "rollouts.max_inflight_groups=8", "train.groups_per_step=2", "train.steps=3", "train.max_staleness=2",
+        "train.buffer_groups=2",
+    )  # fmt: skip
+    bench.release.set()
+    pump = asyncio.create_task(bench.pump.run())
+    await bench.settle()
+    assert len(bench.started()) == 2 and bench.supply.buffer.free == 0
+    for step in (1, 2, 3):
+        taken = await asyncio.wait_for(bench.supply.take(2, step - 1), 10)
+        bench.supply.trained(taken)
+        await bench.versions.confirm(step)
+    await asyncio.wait_for(pump, 10)
+    assert len(bench.started()) == 6 and bench.supply.training() == set()
+
+
+async def test_the_error_says_what_was_in_flight_though_everything_has_been_cancelled_since():
+    watch = Watch(60.0)
+
+    async def dead() -> None:
+        raise ComponentDied("ended with code -9")
+
+    with pytest.raises(RuntimeError), watch.doing("step 3", "training"), watch.doing("g00007", "sampling"):
+        raise RuntimeError("a consequence")
+    found = await watch.find_dead({"the gateway": dead, "the trainer": lambda: asyncio.sleep(0)}, 1.0)
+    assert str(found) == "the gateway died: ended with code -9; in flight: g00007 (sampling), step 3 (training)."
+    busy = {"the trainer": lambda: asyncio.sleep(3600)}
+    assert await watch.find_dead(busy, 0.05) is None

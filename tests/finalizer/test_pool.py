@@ -1,0 +1,146 @@
+"""The pool: a lost finalizer is replaced, its group reconciled by another one, and nothing is ever simply sent again.
+
+The actors here are real Ray actors of a few lines, because how a finalizer works is tested elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from workbench.errors import ComponentDied, DeadlineExceeded, FinalizerError
+from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome
+from workbench.finalizer.metrics import GroupMetrics
+from workbench.finalizer.pool import FinalizerPool
+
+pytestmark = pytest.mark.ray
+
+
+@ray.remote
+class Clerk:
+    """Notes what it is asked in `log`, and does with a group what its id says."""
+
+    def __init__(self, log: str) -> None:
+        self._log = Path(log)
+
+    async def ready(self, timeout_s: float) -> bool:
+        return True
+
+    async def stop(self) -> None:
+        return
+
+    async def finalize(self, request: dict) -> dict:
+        return await self._do("finalize", request)
+
+    async def reconcile(self, request: dict) -> dict:
+        return await self._do("reconcile", request)
+
+    async def _do(self, method: str, request: dict) -> dict:
+        group_id = request["group_id"]
+        with self._log.open("a") as log:
+            log.write(json.dumps([method, group_id, os.getpid()]) + "\n")
+        if "fatal" in group_id or ("deadly" in group_id and method == "finalize"):
+            os._exit(9)
+        if "silent" in group_id and method == "finalize":
+            await asyncio.sleep(3600)
+        if "refused" in group_id and method == "finalize":
+            raise FinalizerError(f"group {group_id} could not be published")
+        if "slow" in group_id:
+            await asyncio.sleep(1.0)
+        group = FinalizedGroup(group_id=group_id, weight_version=0, train_keys=["a"], rows=[], metrics=GroupMetrics())
+        return group.model_dump(mode="json")
+
+
+class Desk:
+    """A started pool, what it reported and what its actors were asked."""
+
+    def __init__(self, tmp_path: Path, size: int, timeout_s: float) -> None:
+        self.log = tmp_path / "log.jsonl"
+        self.events: list[dict] = []
+        self.pool = FinalizerPool(
+            lambda: Clerk.options(num_cpus=0.1).remote(str(self.log)),
+            size,
+            timeout_s=timeout_s,
+            start_timeout_s=60.0,
+            report=lambda kind, **fields: self.events.append({"kind": kind, **fields}),
+        )
+
+    def asked(self) -> list[tuple[str, str, int]]:
+        return [tuple(json.loads(line)) for line in self.log.read_text().splitlines()]
+
+    async def until(self, kind: str) -> None:
+        deadline = time.monotonic() + 60
+        while not any(event["kind"] == kind for event in self.events):
+            assert time.monotonic() < deadline, self.events
+            await asyncio.sleep(0.02)
+
+    async def finalize(self, group_id: str) -> FinalizedGroup:
+        rollouts = [RolloutOutcome(rollout_id=f"run.{group_id}.0.0", index=0)]
+        return await self.pool.finalize(FinalizationRequest(group_id=group_id, weight_version=0, rollouts=rollouts))
+
+
+@pytest.fixture
+async def desk(ray_cluster, tmp_path, request):
+    made = Desk(tmp_path, *getattr(request, "param", (2, 60.0)))
+    await made.pool.start()
+    yield made
+    await made.pool.stop(5.0)
+
+
+async def test_a_dead_one_is_replaced_and_what_it_had_in_hand_is_reconciled_by_others(desk):
+    slow = asyncio.create_task(desk.finalize("slow0"))  # occupies the first member
+    group = await desk.finalize("deadly")
+    assert group.train_keys == ["a"] and (await slow).train_keys == ["a"]
+    methods = [(method, name) for method, name, _ in desk.asked() if name == "deadly"]
+    assert methods == [("finalize", "deadly"), ("reconcile", "deadly")]
+    await desk.until("finalizer_replaced")
+    kinds = [event["kind"] for event in desk.events]
+    assert sorted(kinds) == ["finalizer_lost", "finalizer_replaced", "group_reconciled"]
+    lost = desk.events[kinds.index("finalizer_lost")]
+    assert lost["in_hand"] == ["deadly"] and "died" in lost["why"]
+    # The replacement works: both members get groups again.
+    before = len(desk.asked())
+    await asyncio.gather(desk.finalize("slow1"), desk.finalize("slow2"))
+    assert len({pid for _, _, pid in desk.asked()[before:]}) == 2
+
+
+@pytest.mark.parametrize("desk", [(1, 1.0)], indirect=True)
+async def test_a_silent_one_is_killed_before_its_group_goes_to_another(desk):
+    pid = await desk.pool.actors[0].__ray_call__.remote(lambda self: os.getpid())
+    group = await desk.finalize("silent")
+    assert group.train_keys == ["a"]
+    assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]
+    (_, _, first), (method, _, second) = desk.asked()
+    assert (first, method) == (pid, "reconcile") and second != pid
+    assert "no answer within 1 s" in desk.events[0]["why"]
+
+
+async def test_a_group_that_loses_two_in_turn_is_an_error_that_names_it(desk):
+    with pytest.raises(ComponentDied, match=r"two finalizers in turn were lost over group fatal \(1 rollouts\)"):
+        await desk.finalize("fatal")
+    # The others are not held up by it: both are replaced.
+    assert (await desk.finalize("next")).train_keys == ["a"]
+
+
+async def test_a_group_that_could_not_be_published_is_reconciled_once_not_sent_again(desk):
+    assert (await desk.finalize("refused")).train_keys == ["a"]
+    assert [method for method, _, _ in desk.asked()] == ["finalize", "reconcile"]
+    assert desk.events[0]["kind"] == "group_reconciled" and "could not be published" in desk.events[0]["because"]
+
+
+async def test_when_nobody_can_be_brought_up_the_wait_ends(ray_cluster, tmp_path):
+    pool = FinalizerPool(
+        lambda: Clerk.options(num_cpus=1000).remote(str(tmp_path / "log")),  # no machine has room for it
+        1,
+        timeout_s=5.0,
+        start_timeout_s=1.0,
+        report=lambda kind, **fields: None,
+    )
+    with pytest.raises(DeadlineExceeded, match="finalizer 0 did not finish starting within 1 s"):
+        await pool.start()

@@ -1,0 +1,182 @@
+"""Pool: the finalizer actors of a campaign. One that is lost is replaced, and what it had in hand is reconciled.
+
+    finalize(request) ─► idlest member ─► answer
+                            └─ lost (dead, or silent past its deadline) ─► killed ─► another member: reconcile(request)
+                                                                                 └─► a new member takes its place
+
+Invariants: at most one actor at a time works on a group (one that is lost is dead before the group goes to another); a
+request whose outcome is unknown is never just sent again: what was published and stored is read first
+(`Finalizer.reconcile`); a group that loses two finalizers in turn ends in an error that names it.
+Not here: what a finalizer does with a group (actor), how an actor is made (campaign.fleet gives `start`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from workbench.actors import ActorLost, answer, as_coroutine, within
+from workbench.errors import ComponentDied, DeadlineExceeded, FinalizerError
+from workbench.finalizer.group import FinalizationRequest, FinalizedGroup
+
+Report = Callable[..., None]
+"""`report(kind, **fields)`: an event for the run's record."""
+
+_GONE_WITHIN_S = 5.0
+_GONE_EVERY_S = 0.05
+
+
+@dataclass(eq=False)
+class _Member:
+    """One place in the pool. `actor` changes when it is replaced, `ready` is cleared meanwhile."""
+
+    number: int
+    actor: Any = None
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    in_hand: dict[str, None] = field(default_factory=dict)  # group ids, in the order they came
+
+
+class FinalizerPool:
+    """`size` finalizer actors, each made by `start()`.
+
+    `timeout_s` bounds one group at one member; `start_timeout_s` bounds the start of a member, and so the time until a
+    lost one is replaced. `report` is told `finalizer_lost`, `finalizer_replaced` and `group_reconciled`.
+    """
+
+    def __init__(
+        self, start: Callable[[], Any], size: int, *, timeout_s: float, start_timeout_s: float, report: Report
+    ) -> None:
+        self._start_actor = start
+        self._timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
+        self._report = report
+        self._members = [_Member(number) for number in range(size)]
+        self._replacements: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Condition()
+        self._failure: Exception | None = None
+
+    @property
+    def actors(self) -> list[Any]:
+        """The handles of the members that there are now."""
+        return [member.actor for member in self._members if member.actor is not None]
+
+    async def start(self) -> None:
+        """Start all members; ComponentDied or DeadlineExceeded when one does not come up."""
+        await asyncio.gather(*(self._bring_up(member) for member in self._members))
+
+    async def finalize(self, request: FinalizationRequest) -> FinalizedGroup:
+        """Have a group finalised; returns metadata only.
+
+        Raises FinalizerError where the group can be neither published nor stored, ComponentDied or DeadlineExceeded
+        when finalizers were lost over it or none could be brought up.
+        """
+        message = request.model_dump(mode="json")
+        group_id = request.group_id
+        try:
+            return await self._ask("finalize", message, group_id)
+        except FinalizerError as error:
+            why = str(error)
+        except ActorLost as lost:
+            why = f"its finalizer was lost: {lost}"
+        try:
+            group = await self._ask("reconcile", message, group_id)
+        except ActorLost as lost:
+            error_type = ComponentDied if lost.died else DeadlineExceeded
+            raise error_type(
+                f"two finalizers in turn were lost over group {group_id} ({len(request.rollouts)} rollouts): {lost}. "
+                "Next: see whether the data plane is alive, and whether the machine has memory left; its staged rows "
+                "are kept."
+            ) from None
+        self._report("group_reconciled", group_id=group_id, because=why)
+        return group
+
+    async def stop(self, timeout_s: float) -> None:
+        """Let every member come to an end, then kill it. Harmless for members that are dead or never came up."""
+        import ray
+
+        for task in self._replacements:
+            task.cancel()
+        actors = self.actors
+        await asyncio.gather(
+            *(asyncio.wait_for(as_coroutine(actor.stop.remote()), timeout_s) for actor in actors),
+            return_exceptions=True,
+        )
+        for actor in actors:
+            await asyncio.to_thread(ray.kill, actor)
+
+    async def _ask(self, method: str, message: dict[str, Any], group_id: str) -> FinalizedGroup:
+        member = await self._idlest()
+        actor = member.actor
+        member.in_hand[group_id] = None
+        try:
+            reply = await answer(getattr(actor, method).remote(message), self._timeout_s)
+        except ActorLost as lost:
+            await self._retire(member, actor, lost)
+            raise
+        finally:
+            member.in_hand.pop(group_id, None)
+        return FinalizedGroup.model_validate(reply)
+
+    async def _idlest(self) -> _Member:
+        """The ready member with the fewest groups in hand; waits for one to come up when there is none."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._failure or any(m.ready.is_set() for m in self._members))
+            if self._failure is not None:
+                raise self._failure
+            return min((m for m in self._members if m.ready.is_set()), key=lambda m: (len(m.in_hand), m.number))
+
+    async def _retire(self, member: _Member, actor: Any, lost: ActorLost) -> None:
+        """Make sure that `actor` does nothing any more, and start another in its place. Returns when it is dead."""
+        if member.actor is actor:
+            member.actor = None
+            member.ready.clear()
+            self._report("finalizer_lost", finalizer=member.number, why=str(lost), in_hand=list(member.in_hand))
+            task = asyncio.create_task(self._replace(member))
+            self._replacements.add(task)
+            task.add_done_callback(self._replacements.discard)
+        await _until_dead(actor)
+
+    async def _replace(self, member: _Member) -> None:
+        began = time.monotonic()
+        try:
+            await self._bring_up(member)
+        except Exception as error:
+            async with self._changed:
+                if not self.actors:
+                    self._failure = error  # nobody is left, and nobody comes
+                self._changed.notify_all()
+            self._report("finalizer_not_replaced", finalizer=member.number, error=str(error))
+        else:
+            seconds = round(time.monotonic() - began, 3)
+            self._report("finalizer_replaced", finalizer=member.number, seconds=seconds)
+
+    async def _bring_up(self, member: _Member) -> None:
+        actor = member.actor = self._start_actor()
+        try:
+            ready = actor.ready.remote(self._start_timeout_s)
+            await within(ready, self._start_timeout_s, f"finalizer {member.number}", "starting")
+        except Exception:
+            member.actor = None
+            await _until_dead(actor)
+            raise
+        async with self._changed:
+            member.ready.set()
+            self._changed.notify_all()
+
+
+async def _until_dead(actor: Any) -> None:
+    """Kill an actor and wait until Ray says that it is dead; at most a few seconds, Ray's kill does not miss."""
+    import ray
+
+    await asyncio.to_thread(ray.kill, actor)
+    deadline = time.monotonic() + _GONE_WITHIN_S
+    while time.monotonic() < deadline:
+        try:
+            await answer(actor.__ray_ready__.remote(), _GONE_WITHIN_S)
+        except ActorLost as lost:
+            if lost.died:
+                return
+        await asyncio.sleep(_GONE_EVERY_S)
