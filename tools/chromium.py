@@ -45,13 +45,20 @@ def _candidates() -> Iterator[str]:
         yield named
         return  # whoever names one means that one
     yield from filter(None, map(shutil.which, NAMES))
+    own = _of_playwright()
+    if own:
+        yield own
+
+
+def _of_playwright() -> str | None:
+    """Where Playwright keeps the Chromium that it downloads, whether or not it has."""
     try:
         from playwright.sync_api import sync_playwright
 
         with sync_playwright() as playwright:
-            yield playwright.chromium.executable_path
+            return playwright.chromium.executable_path
     except Exception:  # not installed, or it does not run on this machine: then it has no browser for us either
-        return
+        return None
 
 
 def _runs(path: str) -> bool:

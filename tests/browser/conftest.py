@@ -7,7 +7,6 @@ A machine without a Chromium fails these tests and says how to get one; it never
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import secrets
 import shutil
@@ -21,24 +20,14 @@ import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from browser_tool import ROOT, chromium_tool
 from playwright.sync_api import Browser, sync_playwright
 
 from workbench.places import shipped
 
-ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 60.0
-
-
-def chromium_tool() -> ModuleType:
-    """`tools/chromium.py`, which is no part of the package."""
-    spec = importlib.util.spec_from_file_location("chromium", ROOT / "tools" / "chromium.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="session")
@@ -51,8 +40,10 @@ def chromium() -> str:
     return path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser(chromium: str) -> Iterator[Browser]:
+    # A module's and not the session's: as long as Playwright is open its loop counts as running in this thread, and
+    # no test that is a coroutine could run beside it.
     with sync_playwright() as playwright:
         # Without a sandbox, because tests are often root in a container; what is opened is our own.
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
@@ -99,6 +90,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         "JUPYTER_TOKEN": lab.token,  # not on the command line, where everybody can read it
         "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
     }
+    # As for somebody who has set nothing: live, and a snapshot under it.
+    environment.pop("WORKBENCH_DISPLAY", None)
     log = home / "lab.log"
     with log.open("wb") as out:
         process = subprocess.Popen(

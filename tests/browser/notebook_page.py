@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from playwright.sync_api import Browser, Locator, Page, expect
@@ -14,7 +15,7 @@ class NotebookPage:
     """One notebook in one browser tab. `errors` gathers what the page's scripts threw."""
 
     def __init__(self, browser: Browser, url: str) -> None:
-        self.page: Page = browser.new_page(viewport={"width": 1360, "height": 1000})
+        self.page: Page = browser.new_page(viewport={"width": 1360, "height": 1500})
         self.errors: list[str] = []
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.goto(url)
@@ -56,7 +57,38 @@ class NotebookPage:
         """The outputs of the code cell whose source holds `text`."""
         return self.cell(text).locator(".jp-OutputArea").first
 
+    def view(self, source: str, name: str) -> Locator:
+        """The live view `name` (PrefixChain, TokenStrip, …) in the output of that cell."""
+        found = self.cell(source).locator(f"[data-wb='{name}']").first
+        found.scroll_into_view_if_needed()
+        expect(found).to_be_visible()
+        return found
+
     def save(self, where: Locator, path: Path) -> None:
         """A picture of one part of the page."""
         where.scroll_into_view_if_needed()
         where.screenshot(path=path)
+
+
+def contrast(where: Locator) -> float:
+    """Contrast of a text with what lies behind it, 1 to 21 (formula: WCAG 2.1, relative luminance)."""
+    front, back = where.evaluate(
+        """node => {
+            const behind = (n) => {
+                for (; n; n = n.parentElement) {
+                    const c = getComputedStyle(n).backgroundColor;
+                    if (!/, 0\\)$/.test(c) && c !== "transparent" && !/, 0?\\.\\d+\\)$/.test(c)) return c;
+                }
+                return "rgb(255, 255, 255)";
+            };
+            return [getComputedStyle(node).color, behind(node)];
+        }"""
+    )
+    one, other = sorted((_luminance(front), _luminance(back)), reverse=True)
+    return (one + 0.05) / (other + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    parts = [float(part) / 255 for part in re.findall(r"[\d.]+", colour)[:3]]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

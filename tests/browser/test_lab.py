@@ -1,15 +1,21 @@
-"""The notebooks in JupyterLab, run and looked at as a person would, in light and in dark."""
+"""The notebooks in JupyterLab, run and used as a person would, with mouse and keyboard, in light and in dark.
+
+What is asserted is what is seen: text, which card or token is marked, whether it can be read on its background. The
+pictures that are kept are for people.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from notebook_page import DARK, LIGHT, NotebookPage
-from playwright.sync_api import Browser, expect
+from notebook_page import DARK, LIGHT, NotebookPage, contrast
+from playwright.sync_api import Browser, Locator, expect
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+THEMES = {"light": LIGHT, "dark": DARK}
 
 
 @pytest.fixture(scope="module")
@@ -20,11 +26,177 @@ def chain_page(browser: Browser, lab) -> Iterator[NotebookPage]:
     page.page.close()
 
 
-def test_the_chain_is_seen_with_its_counts(chain_page: NotebookPage, screenshots: Path) -> None:
-    seen = chain_page.output("chain = PrefixChain")
-    expect(seen).to_contain_text("Rollout demo.0.0.0 · 4 calls · 1 side branch · 164 tokens (48 sampled)")
-    for theme in (LIGHT, DARK):
-        chain_page.theme(theme)
-        chain_page.save(seen, screenshots / f"chain-{theme.split()[-1].lower()}.png")
-        chain_page.page.screenshot(path=screenshots / f"lab-{theme.split()[-1].lower()}.png")
-    assert chain_page.errors == []
+@pytest.fixture(scope="module")
+def token_page(browser: Browser, lab) -> Iterator[NotebookPage]:
+    page = NotebookPage(browser, lab.notebook("03_tokens_and_logprobs.ipynb"))
+    page.run_all()
+    yield page
+    page.page.close()
+
+
+@pytest.fixture
+def chain(chain_page: NotebookPage) -> Locator:
+    """The live chain of notebook 02, with its first call marked."""
+    view = chain_page.view("chain = PrefixChain", "PrefixChain")
+    view.focus()
+    for key in ("Escape", "[", "[", "p", "p", "p"):
+        view.press(key)
+    expect(at(view)).to_contain_text("#1")
+    return view
+
+
+def at(view: Locator) -> Locator:
+    """The card that the keyboard is on."""
+    return view.locator(".wb-card.at")
+
+
+def detail(view: Locator) -> Locator:
+    return view.locator(".wb-detail")
+
+
+# -- 02: which calls were trained on, why were the others not? --------------------------------------------------------
+
+
+def test_the_chain_says_which_calls_were_trained_on(chain: Locator) -> None:
+    expect(chain.locator(".wb-title")).to_have_text(
+        "Rollout demo.0.0.0 · 4 calls · 1 side branch · 164 tokens (48 sampled) · reward 0.167368 · verified"
+    )
+    expect(chain.locator(".wb-custody.verified")).to_be_visible()
+    expect(chain.locator(".wb-card.trained")).to_have_count(3)
+    expect(chain.locator(".wb-card")).to_have_count(4)
+    expect(chain.locator(".wb-branch", has_text="side branch after #1")).to_be_visible()
+    expect(chain.locator(".wb-error")).to_be_hidden()
+
+
+def test_the_snapshot_is_folded_away_while_the_widget_is_there(chain_page: NotebookPage, chain: Locator) -> None:
+    cell = chain_page.cell("chain = PrefixChain")
+    expect(cell.locator(".jp-OutputArea-child:visible")).to_have_count(1)
+    expect(cell.locator("img")).to_be_attached()
+    expect(cell.locator("img")).to_be_hidden()
+
+
+def test_clicking_a_branch_opens_its_tokens(chain_page: NotebookPage, chain: Locator) -> None:
+    branch = chain.locator(".wb-card:not(.trained)")
+    branch.click()
+    expect(branch).to_have_class(re.compile(r"\bat\b.*\bchosen\b"))
+    expect(detail(chain)).to_contain_text("side branch: another request after the same call")
+    tokens = chain_page.view("chain = PrefixChain", "TokenStrip")
+    call_id = branch.get_attribute("data-call")
+    expect(tokens.locator(".wb-title")).to_contain_text("136 tokens (32 sampled)")
+    expect(tokens.locator(".wb-line.call").last).to_contain_text("call 2 of 2")
+    assert call_id
+    expect(tokens.locator(".wb-line.call").last).to_contain_text(call_id[:8])
+    expect(tokens.locator(".wb-t.s").first).to_be_visible()
+
+
+def test_the_chain_is_walked_by_keyboard(chain_page: NotebookPage, chain: Locator) -> None:
+    cells = chain_page.cells.count()
+    for key, card in (("n", "#3"), ("n", "#4"), ("p", "#3"), ("]", "#2"), ("[", "#1"), ("d", "#2"), ("k", "#3")):
+        chain.press(key)
+        expect(at(chain)).to_contain_text(card)
+        expect(detail(chain)).to_contain_text(f"call {card}")
+    chain.press("?")
+    expect(chain.locator(".wb-help")).to_contain_text("next call that was not trained on")
+    chain.press("?")
+    expect(chain.locator(".wb-help")).to_be_hidden()
+    assert chain_page.cells.count() == cells, "a key went through to the notebook, where d d deletes a cell"
+
+
+def test_a_call_is_found(chain: Locator) -> None:
+    chain.press("/")
+    search = chain.locator("input")
+    expect(search).to_be_focused()
+    search.fill("side branch")
+    search.press("Enter")
+    expect(chain.locator(".wb-note")).to_have_text("1 of 1 call found")
+    expect(at(chain)).to_contain_text("#2")
+    search.fill("no such call")
+    search.press("Enter")
+    expect(chain.locator(".wb-note")).to_contain_text("does not occur")
+    search.press("Escape")
+
+
+def test_a_rejected_rollout_says_why(chain_page: NotebookPage) -> None:
+    rejected = chain_page.view("PrefixChain(campaign, rejected[0])", "PrefixChain")
+    expect(rejected.locator(".wb-title")).to_contain_text("rejected: unresolved_parent")
+    lost = rejected.locator(".wb-card.lost")
+    expect(lost).to_have_count(2)
+    expect(lost.first).to_contain_text("assistant_text_changed")
+    lost.first.click()
+    expect(detail(rejected)).to_contain_text("the text of a model turn came back changed")
+
+
+def test_a_foreign_ledger_is_drawn_and_says_that_it_has_no_tokens(chain_page: NotebookPage) -> None:
+    view = chain_page.view('PrefixChain(ledger, "g00-3-0e9c7f")', "PrefixChain")
+    expect(view.locator(".wb-title")).to_contain_text("7 calls · 1 retry · rejected: ambiguous_terminal")
+    view.locator(".wb-card").first.click()
+    strip = chain_page.view('PrefixChain(ledger, "g00-3-0e9c7f")', "TokenStrip")
+    expect(strip.locator(".wb-missing")).to_contain_text("custody only")
+
+
+# -- 03: where do trainer and sampler disagree most, in which text? ---------------------------------------------------
+
+
+def test_the_largest_difference_is_found_in_its_text(token_page: NotebookPage) -> None:
+    strip = token_page.view("strip = TokenStrip", "TokenStrip")
+    strip.focus()
+    strip.press("d")
+    expect(strip.locator(".wb-note")).to_contain_text("|Δ| number 1 of 16")
+    expect(detail(strip)).to_contain_text("Δ 0.4625")
+    marked = strip.locator(".wb-t.at")
+    expect(marked).to_have_attribute("data-i", "62")
+    strip.locator("select").select_option("delta")
+    expect(marked).to_have_css("background-color", re.compile(r"rgba\(232, 135, 43"))
+
+
+def test_tokens_are_walked_and_found_by_keyboard(token_page: NotebookPage) -> None:
+    strip = token_page.view("strip = TokenStrip", "TokenStrip")
+    strip.focus()
+    for key, position in (("[", "55"), ("ArrowRight", "56"), ("[", "55"), ("[", "0"), ("]", "55")):
+        strip.press(key)
+        expect(strip.locator(".wb-t.at")).to_have_attribute("data-i", position)
+    strip.press("/")
+    search = strip.locator("input")
+    search.fill("assume")
+    search.press("Enter")
+    expect(strip.locator(".wb-t.found")).to_contain_text("assume")
+    expect(strip.locator(".wb-note")).to_contain_text("1 of 1 found")
+    search.press("Escape")
+
+
+def test_calls_are_walked_in_a_row_of_several(chain_page: NotebookPage) -> None:
+    strip = chain_page.view("TokenStrip(campaign, rollout_id)", "TokenStrip")
+    strip.focus()
+    for key, position in (("n", "71"), ("n", "118"), ("p", "71"), ("p", "0")):
+        strip.press(key)
+        expect(strip.locator(".wb-t.at")).to_have_attribute("data-i", position)
+
+
+# -- both ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_it_can_be_read_in_light_and_dark(
+    chain_page: NotebookPage, token_page: NotebookPage, screenshots: Path, theme: str
+) -> None:
+    views = (
+        (chain_page, "chain = PrefixChain", "PrefixChain", "chain"),
+        (chain_page, "PrefixChain(campaign, rejected[0])", "PrefixChain", "rejected"),
+        (token_page, "strip = TokenStrip", "TokenStrip", "strip"),
+    )
+    for page in (chain_page, token_page):
+        page.theme(THEMES[theme])
+    for page, source, name, picture in views:
+        view = page.view(source, name)
+        for part in (".wb-title", ".wb-detail", ".wb-legend", ".wb-card .wb-name", ".wb-t.s"):
+            if view.locator(part).count():
+                assert contrast(view.locator(part).first) >= 4.5, f"{part} of the {picture} in {theme}"
+        page.save(page.cell(source), screenshots / f"{picture}-{theme}.png")
+    chain_page.page.screenshot(path=screenshots / f"lab-{theme}.png")
+
+
+def test_nothing_was_thrown_on_the_way(chain_page: NotebookPage, token_page: NotebookPage) -> None:
+    for page in (chain_page, token_page):
+        assert page.errors == []
+        for alert in page.page.locator(".wb-error").all():
+            expect(alert).to_be_hidden()

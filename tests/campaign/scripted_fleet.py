@@ -43,6 +43,7 @@ REAL_DEADLINES = os.environ.get("SOAK_DEADLINES") == "real"
 SHORT_DEADLINES = (
     "finalizer.timeout_s=20", "data_plane.send_recv_timeout_s=5", "data_plane.max_attempts=1",
     "data_plane.sweep_every_s=0.5", "deadlines.heartbeat_s=0.2", "deadlines.control_s=10", "deadlines.stop_s=10",
+    "deadlines.replace_s=150",
     "rollouts.timeout_s=20", "gateway.request_timeout_s=20", "train.sync_timeout_s=20", "train.timeout_s=60",
 )  # fmt: skip
 
@@ -83,6 +84,14 @@ class Running:
         self.fleet = ScriptedFleet(*args, **kwargs)
         return self.fleet
 
+    async def __aenter__(self) -> Running:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        """Whatever the test came to: nothing of the campaign runs on into the next one."""
+        self.task.cancel()
+        await asyncio.wait([self.task])
+
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
         with contextlib.suppress(FileNotFoundError):
             lines = (self.run_dir / "events.jsonl").read_bytes().splitlines()
@@ -90,7 +99,7 @@ class Running:
             return [event for event in found if kind in (None, event["kind"])]
         return []
 
-    async def until(self, condition: Callable[[], Any], timeout_s: float = 90.0) -> Any:
+    async def until(self, condition: Callable[[], Any], timeout_s: float = 200.0) -> Any:
         """Wait until `condition()` is true; the campaign must still run then."""
         deadline = time.monotonic() + timeout_s
         while not (found := condition()):

@@ -26,11 +26,13 @@ ENDS_WITHIN_S = 90.0
 class Command:
     """`workbench run` in a process of its own; `survivors()` are processes of the run that are still there."""
 
-    def __init__(self, reports: Path, *overrides: str, python_path: Sequence[str] = ()) -> None:
+    def __init__(
+        self, reports: Path, *overrides: str, recipe: str = "cpu_smoke", python_path: Sequence[str] = ()
+    ) -> None:
         models.build("tiny")
         self.run_dir = reports / "smoke"
         self._seen: dict[int, psutil.Process] = {}
-        arguments = ["run", "cpu_smoke", "--run", "smoke", f"reports.dir={reports}", *overrides]
+        arguments = ["run", recipe, "--run", "smoke", f"reports.dir={reports}", *overrides]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "workbench.campaign.cli", *arguments],
             stdout=subprocess.PIPE,

@@ -227,7 +227,7 @@ async def test_faults_come_in_their_shares_and_again_with_the_same_rng():
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("environment.name=gues_number", "no environment 'gues_number', did you mean guess_number?; allowed: add_up"),
+        ("environment.name=gues_number", "no environment 'gues_number', did you mean guess_number? Allowed: add_up"),
         ("environment.options.trns=3", "environment.options.trns: guess_number has no such option; allowed: turns"),
         ("environment.options.turns=x", "environment.options.turns: expected int, like 3; got 'x'"),
         ("environment.options.turns=1", "environment.options.turns: expected 2 to 16, got 1"),
@@ -238,3 +238,12 @@ def test_a_wrong_environment_is_refused_in_one_line(override, expected):
     with pytest.raises(RecipeError) as caught:
         made(override)
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"), [("Salt.", 1.0), ("salt and waves", 0.5), ("a b c d e f", 0.0), ("", 0.0), ("  ", 0.0)]
+)
+async def test_say_briefly_pays_for_few_words_but_not_for_none(answer, reward):
+    environment = made("environment.name=say_briefly", "environment.options={words: 5}")
+    result = await play(environment, Endpoint([answer]))
+    assert environment.reward(environment.task(1), result).total == reward

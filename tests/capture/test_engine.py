@@ -219,7 +219,7 @@ async def test_other_dialects_are_captured_alike(worker: Worker) -> None:
         await worker.check_chain(agent, admission.model_call_id)
 
 
-@pytest.mark.parametrize("dialect", ["responses", "messages"])
+@pytest.mark.parametrize("dialect", ["responses", "messages", "chat"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_token_in_rate_after_roots_is_one_through_the_gateway(
     worker: Worker, dialect: str, stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -239,6 +239,16 @@ async def test_token_in_rate_after_roots_is_one_through_the_gateway(
     row = verify_and_linearize(receipt, rows)
     tail = others[-1].model_call_id
     assert row.token_ids.tolist() == worker.tap.prompts[tail] + worker.tap.sampled[tail]
+
+
+async def test_parsers_are_named_without_importing_the_engine(worker: Worker) -> None:
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    from workbench.serving import parsers, tools_as_text
+
+    assert parsers.offered("tool_call_parser") == sorted({*ToolParserManager.list_registered()} - {tools_as_text.NAME})
+    assert parsers.offered("reasoning_parser") == sorted(ReasoningParserManager.list_registered())
 
 
 def _leaves(value: Any) -> list[tuple[str, Any]]:
@@ -334,6 +344,21 @@ async def test_reader_who_leaves_gets_the_call_staged_as_aborted(
     assert row.extras["finish_reason"] == "abort"
     sampled = row.token_ids_delta[row.token_mask_delta == 1].astype(int).tolist()
     assert sampled == worker.tap.sampled[admission.model_call_id][: len(sampled)]
+
+
+async def test_a_seeded_call_samples_the_same_again_in_another_run(worker: Worker, monkeypatch: Any) -> None:
+    monkeypatch.setattr(worker.server.capture.engine, "_pins", SamplingPins(max_tokens=MAX_TOKENS, seed=3))
+
+    async def sampled(rollout_id: str) -> tuple[list[int], int]:
+        agent = Agent(worker.server, rollout_id)
+        call_id, _, _ = await agent.call([USER])
+        (row,) = await worker.rows(agent, call_id)
+        return row.token_ids_delta.tolist(), row.extras["sampling"]["seed"]
+
+    first = await sampled("run.9.0.0")
+    await sampled("run.9.2.0")  # moves the engine's own generator
+    assert await sampled("another.run.9.0.0") == first
+    assert (await sampled("run.9.1.0"))[1] != first[1] != (await sampled("run.9.0.1"))[1]
 
 
 def other_weights(model: Path, folder: Path) -> Path:

@@ -67,7 +67,7 @@ class Desk:
             lambda: Clerk.options(num_cpus=0.1).remote(str(self.log)),
             size,
             timeout_s=timeout_s,
-            start_timeout_s=60.0,
+            replace_timeout_s=60.0,
             report=lambda kind, **fields: self.events.append({"kind": kind, **fields}),
         )
 
@@ -88,7 +88,7 @@ class Desk:
 @pytest.fixture
 async def desk(ray_cluster, tmp_path, request):
     made = Desk(tmp_path, *getattr(request, "param", (2, 60.0)))
-    await made.pool.start()
+    await made.pool.start(60.0)
     yield made
     await made.pool.stop(5.0)
 
@@ -139,8 +139,8 @@ async def test_when_nobody_can_be_brought_up_the_wait_ends(ray_cluster, tmp_path
         lambda: Clerk.options(num_cpus=1000).remote(str(tmp_path / "log")),  # no machine has room for it
         1,
         timeout_s=5.0,
-        start_timeout_s=1.0,
+        replace_timeout_s=1.0,
         report=lambda kind, **fields: None,
     )
     with pytest.raises(DeadlineExceeded, match="finalizer 0 did not finish starting within 1 s"):
-        await pool.start()
+        await pool.start(1.0)

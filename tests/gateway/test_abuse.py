@@ -263,6 +263,7 @@ async def test_a_body_over_the_configured_size_is_refused(stack: Stack, announce
         ["X-WORKBENCH-ROLLOUT: other"],
         ["x-workbench-something: new"],
         ["x-workbench-compaction: resp_1", "x-workbench-admission: e30="],
+        ["x-workbench-compaction: resp_1", "x-workbench-compaction: resp_2"],
         ["Idempotency-Key: one", "idempotency-key: other"],
     ],
 )

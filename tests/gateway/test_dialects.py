@@ -8,14 +8,16 @@ from typing import Any
 
 import anthropic
 import openai
+import orjson
 import pytest
 import pytest_asyncio
-from dialogues import DIALOGUES, SCRIPT
+from dialogues import DIALOGUES, RESPONSES_TOOLS, RULES, SCRIPT
 from tool_template import with_tool_template
 from transformers import AutoTokenizer
 
 from conftest import Stack, stack_in, until
 from workbench.finalizer.verify import verify_and_linearize
+from workbench.gateway.histories import Histories
 from workbench.ledger import assemble_receipt
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -186,6 +188,22 @@ async def test_an_unknown_response_or_a_conversation_is_refused_and_never_a_root
     manifest = await stack.control.manifest("named.1")
     assert (len(manifest.records), manifest.failures) == (2, [])
     assert (await stack.control.manifest("named.2")).records == []
+
+
+@pytest.mark.parametrize("name", ["responses", "responses-stream", "responses-sync", "responses-chained"])
+async def test_a_conversation_is_stored_once_however_it_is_sent(stack: Stack, name: str) -> None:
+    rollout_id = f"stored.{name}"
+    last = await DIALOGUES[name](f"{stack.url}/ng-rollout/{rollout_id}")
+    directory = stack.gateway.custodian.store.directory
+    lines = [orjson.loads(line) for line in (directory / f"{rollout_id}.responses.jsonl").read_bytes().splitlines()]
+    assert [line["after"] for line in lines] == [None, *(line["id"] for line in lines[:-1])]
+    # A question, a call, its answer; what was said; a question, two calls, their answers; what was said; and so on.
+    assert sum(len(line["items"]) for line in lines) == len(Histories(directory).items(rollout_id, last["id"]) or ())
+    more = await stack.agent(rollout_id).responses.create(
+        model="policy", input="more", previous_response_id=last["id"], instructions=RULES, tools=RESPONSES_TOOLS
+    )
+    assert more.output_text
+    assert await parents(stack, rollout_id) == [None, 0, 1, 2, 3, 4]
 
 
 async def test_a_named_response_without_custody_is_served_and_unresolved(stack: Stack) -> None:

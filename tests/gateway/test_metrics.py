@@ -80,7 +80,9 @@ async def test_refusals_by_their_code(stack: Stack) -> None:
     await stack.http.post(
         f"{stack.url}/v1/chat/completions", content=b" " * (stack.gateway.settings.max_body_bytes + 1)
     )
+    await stack.http.get(f"{stack.url}/training-token-capture/control/rollouts/numbers/manifest")
     assert await moved(stack, before) == {
+        'refused_total{code="unauthorized"}': 1,
         'refused_total{code="not_capturable"}': 1,
         'refused_total{code="invalid_request"}': 1,
         'refused_total{code="rollout_frozen"}': 1,

@@ -12,10 +12,12 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from pydantic import ValidationError
 
+from workbench import recipe_schema
 from workbench.errors import ComponentDied, SetupError
 from workbench.gateway.client import ControlClient
-from workbench.gateway.process import GatewayProcess
+from workbench.gateway.process import GatewayProcess, parse_settings
 from workbench.gateway.settings import CONTROL_TOKEN
 
 SECRET = "never-to-be-seen"
@@ -64,24 +66,38 @@ def test_a_wrong_setting_is_one_line_and_starts_nothing(tmp_path: Path) -> None:
         GatewayProcess.start(settings(tmp_path, prot=3))
 
 
-def test_without_a_control_token_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_recipe_says_of_the_gateway_is_what_it_is_told(tmp_path: Path) -> None:
+    said = recipe_schema.Gateway(workers=4, control_open=True, client_timeout_s=7.0)
+    told = parse_settings(settings(tmp_path, **said.model_dump()))
+    assert {name: getattr(told, name) for name in recipe_schema.Gateway.model_fields} == said.model_dump()
+    with pytest.raises(ValidationError, match="workers"):
+        recipe_schema.Gateway(workers=0)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_without_a_control_token_it_refuses(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(CONTROL_TOKEN, raising=False)
+    before = set(psutil.Process().children())
     with pytest.raises(SetupError, match=CONTROL_TOKEN):
-        GatewayProcess.start(settings(tmp_path))
+        GatewayProcess.start(settings(tmp_path, workers=workers))
+    assert set(psutil.Process().children()) <= before, "the others are not left behind"
 
 
 def test_it_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     script = (
         "import sys, time; from workbench.gateway.process import GatewayProcess\n"
-        f"gateway = GatewayProcess.start({settings(tmp_path)!r})\n"
-        "print(gateway.pids[0], flush=True); time.sleep(60)"
+        f"gateway = GatewayProcess.start({settings(tmp_path, workers=2)!r})\n"
+        "print(*gateway.pids, flush=True); time.sleep(60)"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, env={**os.environ, CONTROL_TOKEN: SECRET}
     )
     assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
+    pids = [int(pid) for pid in parent.stdout.readline().split()]
+    assert len(pids) == 2
+    assert not any(map(gone, pids))
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    wait_until_gone(pid)
+    for pid in pids:
+        wait_until_gone(pid)

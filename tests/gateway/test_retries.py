@@ -15,7 +15,7 @@ import openai
 import orjson
 import pytest
 import pytest_asyncio
-from gate import ACKNOWLEDGEMENT, COMPLETION, FRAMES, Gate
+from gate import COMPLETION, FRAMES, Gate
 
 from conftest import CONTROL, Stack, gateway_over, listening, until
 from workbench.gateway.app import Gateway
@@ -317,12 +317,15 @@ async def test_an_unresolved_call_is_repeated_without_a_second_row(gated: Gated)
 
 async def test_another_gateway_waits_for_the_call_and_replays_it(gated: Gated) -> None:
     key, ledger = {"idempotency-key": "k"}, gated.gateway.custodian.store.directory
-    async with gateway_over("http://127.0.0.1:9", ledger) as (url, _), httpx.AsyncClient(timeout=30.0) as http:
-        gated.gate.hold(ACKNOWLEDGEMENT)
-        reached = gated.gate.reached[ACKNOWLEDGEMENT]
+    async with gateway_over("http://127.0.0.1:9", ledger) as (url, second), httpx.AsyncClient(timeout=30.0) as http:
+        gated.gate.hold(COMPLETION)
+        reached = gated.gate.reached[COMPLETION]
         one = asyncio.create_task(gated.post("elsewhere", key))
-        await until(lambda: gated.gate.reached[ACKNOWLEDGEMENT] > reached, "the call is under way")
+        await until(lambda: gated.gate.reached[COMPLETION] > reached, "the call is under way")
         other = asyncio.create_task(http.post(f"{url}/ng-rollout/elsewhere/v1/chat/completions", json=ASK, headers=key))
+        # From here on it holds the log, and has decided by the time that the first one can write there.
+        await until(lambda: "elsewhere" in second.retries._logs, "the other gateway looks at it")
+        await until(lambda: second.retries._log("elsewhere").unsettled, "it knows of the call")
         gated.gate.release()
         assert (await one).content == (await other).content
     assert gated.rows("elsewhere") == 1

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-from stored_run import END, START, encode, make_run
+from stored_run import END, START, StoredRun, encode, make_run
 
 from workbench import runs
 from workbench.inspect import (
@@ -25,6 +25,7 @@ from workbench.inspect import (
 from workbench.inspect.custody import custody_of
 from workbench.inspect.live.pack import pack, unpack
 from workbench.inspect.live.widget import JS, module
+from workbench.inspect.routes import route_spans
 from workbench.inspect.snapshot import WIDGET_MIME
 
 FOREIGN = Path(__file__).parents[1] / "conformance" / "foreign_ledger" / "ledger"
@@ -54,7 +55,9 @@ def published(monkeypatch) -> list[dict]:
 def test_the_mode_says_what_a_notebook_shows(run, published, mode, kinds):
     set_mode(mode)
     chain = PrefixChain(run, telling_rollout(run))
+    assert chain.live.chain.fallbacks == 0
     chain._ipython_display_()
+    assert chain.live.chain.fallbacks == (2 if mode == "both" else 0)
     assert [set(data) - {"text/plain"} for data in published] == [{kind} for kind in kinds]
     assert {data["text/plain"] for data in published} == {repr(chain)}
 
@@ -234,6 +237,53 @@ def test_custody_is_said_with_cause_call_position_and_digest(run):
     assert custody.words == f"rejected, worker_capture_failed at call {lost['call_id'][:8]}: nonfinite_logprob"
     placed = custody_of({**lost, "position": 1_203}, None)
     assert f"at call {lost['call_id'][:8]}, token 1,203: " in placed.sentence()
+
+
+def test_a_rollout_in_flight_has_a_chain_and_says_that_its_tokens_are_not_stored_yet(tmp_path):
+    playing = StoredRun(tmp_path / "flying")
+    try:
+        playing.play("flying.0.0.0", 3, kind="retry")
+        chain = PrefixChain(runs.open(playing.run_dir), "flying.0.0.0")
+        assert chain.custody.words == "not finalised yet: nothing is verified"
+        live = chain.live
+        words, _ = unpack(live.chain.block)
+        assert len(words["ids"]) == 4 and "1 retry" in repr(chain)
+        live.chain.selected = words["ids"][0]
+        assert live.tokens.block == b"" and "flying.0.0.0" in live.tokens.missing
+    finally:
+        playing.writer.close()
+
+
+def test_route_coverage_is_read_from_the_header_of_what_was_staged(run):
+    call_ids = [call for call in run.tokens("stored.0.1.0")["model_call_id"].unique(maintain_order=True)]
+    tokens = run.tokens("stored.0.1.0")
+    sizes = {
+        row["model_call_id"]: (row["carry_tokens"], row["sampled_tokens"])
+        for row in run.calls.filter(pl.col("rollout_id") == "stored.0.1.0").iter_rows(named=True)
+    }
+    full, tail = sum(sizes[call_ids[0]]), sizes[call_ids[1]][1]
+    staged = {call_ids[0]: full, call_ids[1]: tail}
+
+    class Routed:
+        calls = run.calls.with_columns(
+            pl.Series(
+                "extras",
+                [
+                    f'{{"routed_experts":"nrlre1:int8:{staged[call]}x4x2:AAAA"}}' if call in staged else "{}"
+                    for call in run.calls["model_call_id"]
+                ],
+            )
+        )
+
+    first, second = full, full + sum(sizes[call_ids[1]])
+    assert route_spans(Routed(), "stored.0.1.0", tokens) == [
+        [0, "full"],
+        [first, "sentinel"],
+        [second - tail, "tail"],
+        [second, "sentinel"],
+    ]
+    assert "no routed experts were recorded" in route_spans(run, "stored.0.1.0", tokens)
+    assert "made from a run" in route_spans(tokens, "stored.0.1.0", tokens)
 
 
 def test_modules_are_whole_and_their_names_do_not_collide():

@@ -143,6 +143,27 @@ def test_two_arms_open_on_a_flip_and_show_any_other(arms):
     assert "no rollout 'b.9.9.9'" in live.missing
 
 
+def test_a_flip_without_tokens_is_passed_over_and_no_tokens_at_all_is_an_error(arms):
+    class Partly:
+        """Arm B whose rejected rollouts, or all rollouts, have no tokens."""
+
+        def __init__(self, lost: set[str]) -> None:
+            self.rollouts, self.calls, self.vocabulary = arms[1].rollouts, arms[1].calls, arms[1].vocabulary
+            self.lost = lost
+
+        def tokens(self, rollout_id: str, call_id: str | None = None) -> pl.DataFrame:
+            if rollout_id in self.lost:
+                raise RunStoreError(f"Rollout {rollout_id} has no staged tokens: worker_capture_failed")
+            return arms[1].tokens(rollout_id, call_id)
+
+    everything = set(arms[1].rollouts["rollout_id"])
+    first = RowDiff(*arms).names[1]
+    passed_over = RowDiff(arms[0], Partly({first}))
+    assert passed_over.names[1] != first and passed_over.flips is not None
+    with pytest.raises(RunStoreError, match="has tokens on both sides"):
+        RowDiff(arms[0], Partly(everything))
+
+
 def test_two_rollouts_of_one_run_need_no_partner(arms):
     run = arms[0]
     diff = RowDiff(run, run, rollouts=("a.0.0.0", "a.0.2.0"))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -52,15 +51,22 @@ def execute(name: str) -> nbformat.NotebookNode:
     return notebook
 
 
-def execute_all(names: Iterable[str], folder: Path) -> dict[str, Path]:
-    """Execute notebooks, two at a time, into a folder."""
+class Executed:
+    """The shipped notebooks, executed into a folder, each once and when it is first asked for."""
 
-    def one(name: str) -> Path:
-        nbformat.write(execute(name), folder / name)
-        return folder / name
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
-    with ThreadPoolExecutor(2) as pool:
-        return dict(zip(names, pool.map(one, names), strict=True))
+    def __getitem__(self, name: str) -> Path:
+        path = self._folder / name
+        if not path.exists():
+            nbformat.write(execute(name), path)
+        return path
+
+    def all(self) -> dict[str, Path]:
+        """All of them, two at a time."""
+        with ThreadPoolExecutor(2) as pool:
+            return dict(zip(NOTEBOOKS, pool.map(self.__getitem__, NOTEBOOKS), strict=True))
 
 
 def is_checked(cell: nbformat.NotebookNode) -> bool:

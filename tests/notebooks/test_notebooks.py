@@ -29,8 +29,9 @@ WITH_PARAMETERS = {
     "03_tokens_and_logprobs.ipynb": ["run", "rollout"],
     "05_receipts.ipynb": ["run", "rollout"],
     "06_grpo_by_hand.ipynb": ["run", "group"],
-    "10_campaign.ipynb": ["recipe", "overrides", "run_dir"],
+    "10_campaign.ipynb": ["recipe", "overrides", "run_dir", "resume"],
     "20_compare_arms.ipynb": ["run", "other_run", "group"],
+    "30_watch_a_campaign.ipynb": ["run"],
 }
 
 
@@ -83,6 +84,11 @@ def test_a_notebook_is_written_for_a_reader(name):
         assert other in NOTEBOOKS, f"{name} sends its reader to {other}, which is not there"
 
 
+def test_the_list_of_notebooks_is_complete():
+    listed = re.findall(r"^\| `(\w+)` \|", (shipped("notebooks") / "README.md").read_text(), re.MULTILINE)
+    assert [f"{name}.ipynb" for name in listed] == list(NOTEBOOKS)
+
+
 def test_the_recorded_run_and_ledger_are_small():
     for folder, limit in ((recorded_run(), 300_000), (recorded_ledger(), 60_000)):
         assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= limit
@@ -99,7 +105,7 @@ def test_every_sanitising_rule_has_its_reason():
 @pytest.mark.kernel
 @pytest.mark.timeout(300)
 def test_executed_notebooks_are_small_and_carry_no_widget_state(executed_notebooks):
-    for name, path in executed_notebooks.items():
+    for name, path in executed_notebooks.all().items():
         assert path.stat().st_size <= MAX_BYTES, name
         notebook = nbformat.read(path, as_version=4)
         assert "widgets" not in notebook.metadata and "application/vnd.jupyter.widget" not in path.read_text(), name
@@ -134,7 +140,7 @@ def test_two_runs_in_a_row_say_the_same(executed_notebooks):
             plain = re.sub(rules[section]["regex"], rules[section]["replace"], plain)
         return plain
 
-    for name, path in executed_notebooks.items():
+    for name, path in executed_notebooks.all().items():
         again = said(kept_of(nbformat.read(path, as_version=4)))
         assert again == said(nbformat.read(EXPECTED / name, as_version=4)), name
 

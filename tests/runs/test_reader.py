@@ -169,3 +169,15 @@ def test_reading_adds_no_column_that_is_declared_twice():
 def test_the_documentation_of_the_frames_is_the_present_one():
     page = Path(__file__).parents[2] / "docs" / "frames.md"
     assert page.read_text() == reader.docs(), "run: python -m workbench.runs.reader > docs/frames.md"
+
+
+def test_a_damaged_ledger_costs_its_own_rollout_and_not_the_sight_of_the_others(tmp_path):
+    path = make_run(tmp_path / "stored")
+    whole = runs.open(path).calls
+    ledger = path / "ledger" / "stored.0.1.0.lineage.jsonl"
+    ledger.write_bytes(b"{broken\n" + ledger.read_bytes())
+    run = runs.open(path)
+    others = pl.col("rollout_id") != "stored.0.1.0"
+    assert run.calls.filter(others).equals(whole.filter(others))
+    lost = run.calls.filter(~others & pl.col("failure_reason").is_not_null()).row(0, named=True)
+    assert lost["relation"] == "failed" and f"{ledger}, line 1" in lost["detail"]

@@ -60,6 +60,9 @@ def capture(recipe: Recipe, *, training: bool = True) -> Finding:
     """A campaign trains on tokens of a model that can be scored; an engine is served for what is captured of it."""
     if not recipe.token_capture.enabled and not training:
         return Finding("token_capture.enabled", "false", "there is nothing to serve it for then; set it to true")
+    if not recipe.token_capture.enabled and recipe.sampling.seed_each_call:
+        why = "a call's seed is made where it is captured; set token_capture.enabled=true"
+        return Finding("sampling.seed_each_call", "true", why)
     if training and recipe.engine.kind == "scripted":
         return Finding("engine.kind", "scripted", "it has no weights to train and prove; set engine.kind=vllm")
     return Finding("token capture", "on" if recipe.token_capture.enabled else "off: the token-echo arm")
@@ -83,7 +86,7 @@ def logical_cpus(recipe: Recipe, *, training: bool = True) -> Finding:
     """Ray's slots against the actors that take one: storage units, their controller, finalizers, engine, trainer."""
     if recipe.ray.address != "local":
         return Finding("logical CPUs", f"those of the Ray cluster at {recipe.ray.address}")
-    needed = recipe.data_plane.storage_units + 1 + recipe.finalizer.actors + 1 + training
+    needed = recipe.data_plane.storage_units + 1 + recipe.finalizer.actors + 1 + (recipe.train.ranks if training else 0)
     found = f"ray.num_cpus {recipe.ray.num_cpus}, {needed} actors"
     if recipe.ray.num_cpus < needed:
         return Finding("logical CPUs", found, f"set ray.num_cpus={needed}; they are slots, not processors")

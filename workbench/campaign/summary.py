@@ -15,6 +15,7 @@ from typing import Any
 import polars as pl
 
 from workbench import runs
+from workbench.campaign.learned import reward_rise
 from workbench.campaign.notebook_file import Outcome
 
 _SHOWN_REJECTIONS = 12
@@ -48,8 +49,12 @@ class Summary:
     on_policy_tokens: int
     mean_abs_logprob_delta_on_policy: float | None
     """Over tokens that were sampled from the very weights that then scored them: number formats alone."""
+    resumed: int
+    """How often the run was stopped and gone on with; `seconds` is about the last time only."""
     reward_first_step: float | None
     reward_last_step: float | None
+    reward_rise: dict[str, Any] | None
+    """Last quarter of the steps against the first, with one-sided 95 % bounds; null for fewer than eight steps."""
     seconds: float
 
     def as_dict(self) -> dict[str, Any]:
@@ -64,6 +69,7 @@ class Summary:
         lines = [
             f"Run {self.run}: {self.status} ({_minutes(self.seconds)})",
             *([f"  error                      {self.error}"] if self.error else []),
+            *([f"  resumed                    {self.resumed} × (the time is since then)"] if self.resumed else []),
             f"  notebook                   {self.notebook}",
             f"  page                       {self.html}",
             f"  optimiser steps            {self.steps}, weight version {_dash(self.weight_version)}",
@@ -83,6 +89,7 @@ class Summary:
             f"{self.on_policy_tokens:,} tokens",
             f"  reward at first step       {_dash(self.reward_first_step, '.3f')}",
             f"  reward at last step        {_dash(self.reward_last_step, '.3f')}",
+            *([f"  last − first quarter       {_rise(self.reward_rise)}"] if self.reward_rise else []),
             f"  rejected rollouts          {len(self.rejected)}",
         ]
         for row in self.rejected[:_SHOWN_REJECTIONS]:
@@ -141,8 +148,10 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
         mean_abs_logprob_delta=float(abs(delta_T).mean()) if delta_T.size else None,
         on_policy_tokens=int(equal_T.size),
         mean_abs_logprob_delta_on_policy=float(abs(equal_T).mean()) if equal_T.size else None,
+        resumed=int(run.status.get("resumed") or 0),
         reward_first_step=_mean_reward(rollouts, "min"),
         reward_last_step=_mean_reward(rollouts, "max"),
+        reward_rise=asdict(rise) if (rise := reward_rise(steps["reward_mean"].to_list())) else None,
         seconds=round(seconds, 1),
     )
 
@@ -155,6 +164,10 @@ def _mean_reward(rollouts: pl.DataFrame, which: str) -> float | None:
     step = valid["step"].min() if which == "min" else valid["step"].max()
     mean = valid.filter(pl.col("step") == step)["reward"].mean()
     return float(mean) if isinstance(mean, (int, float)) else None
+
+
+def _rise(rise: dict[str, Any]) -> str:
+    return f"{rise['difference']:+.3f}, one-sided 95 % bounds {rise['lower']:+.3f} and {rise['upper']:+.3f}"
 
 
 def _dash(value: float | int | None, spec: str = "d") -> str:

@@ -73,7 +73,11 @@ class CapturingEngine(GatedEngine):
         if getattr(sampling_params, "n", 1) != 1:
             raise CallRefused(f"Call {where} asked for n={sampling_params.n}; only n=1 can be captured.")
         call.taken = True
-        return self._tagged(call, prompt, self._pin(sampling_params), kwargs)
+        params = self._pin(sampling_params)
+        prompt_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        if self._pins.seed is not None and prompt_ids is not None:
+            params.seed = self._pins.seed_of(call.admission.rollout_id, prompt_ids)
+        return self._tagged(call, prompt, params, kwargs)
 
     def _pin(self, requested: Any) -> Any:
         params = requested.clone()

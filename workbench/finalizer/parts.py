@@ -35,9 +35,7 @@ def write_group(run_dir: Path, request: FinalizationRequest, staged: Staged, ass
     write_parts(run_dir, request, calls, assembly)
 
 
-def write_parts(
-    run_dir: Path, request: FinalizationRequest, calls: list[dict[str, Any]], assembly: Assembly
-) -> None:
+def write_parts(run_dir: Path, request: FinalizationRequest, calls: list[dict[str, Any]], assembly: Assembly) -> None:
     """Write the three parts of a group; `calls` are rows of the table of that name, where a left-out column is null.
 
     Raises FinalizerError on a group id that is no file name, RunStoreError, or OSError when the disk does not take

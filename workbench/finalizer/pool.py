@@ -42,16 +42,16 @@ class _Member:
 class FinalizerPool:
     """`size` finalizer actors, each made by `start()`.
 
-    `timeout_s` bounds one group at one member; `start_timeout_s` bounds the start of a member, and so the time until a
-    lost one is replaced. `report` is told `finalizer_lost`, `finalizer_replaced` and `group_reconciled`.
+    `timeout_s` bounds one group at one member, `replace_timeout_s` the time until a lost one is replaced. `report` is
+    told `finalizer_lost`, `finalizer_replaced`, `finalizer_not_replaced` and `group_reconciled`.
     """
 
     def __init__(
-        self, start: Callable[[], Any], size: int, *, timeout_s: float, start_timeout_s: float, report: Report
+        self, start: Callable[[], Any], size: int, *, timeout_s: float, replace_timeout_s: float, report: Report
     ) -> None:
         self._start_actor = start
         self._timeout_s = timeout_s
-        self._start_timeout_s = start_timeout_s
+        self._replace_timeout_s = replace_timeout_s
         self._report = report
         self._members = [_Member(number) for number in range(size)]
         self._replacements: set[asyncio.Task[None]] = set()
@@ -63,9 +63,9 @@ class FinalizerPool:
         """The handles of the members that there are now."""
         return [member.actor for member in self._members if member.actor is not None]
 
-    async def start(self) -> None:
-        """Start all members; ComponentDied or DeadlineExceeded when one does not come up."""
-        await asyncio.gather(*(self._bring_up(member) for member in self._members))
+    async def start(self, timeout_s: float) -> None:
+        """Start all members; ComponentDied or DeadlineExceeded when one does not come up within `timeout_s`."""
+        await asyncio.gather(*(self._bring_up(member, timeout_s) for member in self._members))
 
     async def finalize(self, request: FinalizationRequest) -> FinalizedGroup:
         """Have a group finalised; returns metadata only.
@@ -92,6 +92,13 @@ class FinalizerPool:
             ) from None
         self._report("group_reconciled", group_id=group_id, because=why)
         return group
+
+    async def republish(self, request: FinalizationRequest) -> FinalizedGroup:
+        """Publish a group again that is stored already and whose rows went with their data plane.
+
+        Raises as `finalize` does, and ActorLost where the finalizer was lost.
+        """
+        return await self._ask("reconcile", request.model_dump(mode="json"), request.group_id)
 
     async def stop(self, timeout_s: float) -> None:
         """Let every member come to an end, then kill it. Harmless for members that are dead or never came up."""
@@ -142,7 +149,7 @@ class FinalizerPool:
     async def _replace(self, member: _Member) -> None:
         began = time.monotonic()
         try:
-            await self._bring_up(member)
+            await self._bring_up(member, self._replace_timeout_s)
         except Exception as error:
             async with self._changed:
                 if not self.actors:
@@ -153,11 +160,10 @@ class FinalizerPool:
             seconds = round(time.monotonic() - began, 3)
             self._report("finalizer_replaced", finalizer=member.number, seconds=seconds)
 
-    async def _bring_up(self, member: _Member) -> None:
+    async def _bring_up(self, member: _Member, timeout_s: float) -> None:
         actor = member.actor = self._start_actor()
         try:
-            ready = actor.ready.remote(self._start_timeout_s)
-            await within(ready, self._start_timeout_s, f"finalizer {member.number}", "starting")
+            await within(actor.ready.remote(timeout_s), timeout_s, f"finalizer {member.number}", "starting")
         except Exception:
             member.actor = None
             await _until_dead(actor)

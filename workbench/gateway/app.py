@@ -80,6 +80,7 @@ class Gateway:
             self.custodian,
             self.control_token,
             self.settings,
+            self.metrics,
             before_freeze=self.retries.bury,
             after_seal=self.retries.forget,
         )
@@ -153,6 +154,8 @@ class Gateway:
         if not self.settings.capture_enabled:
             return await self._pass("POST", dialect.path, raw, "")
         body = _json_object(raw)
+        if len(request.headers.getlist(COMPACTION_HEADER)) > 1:
+            raise Refused(400, f"Header {COMPACTION_HEADER} came more than once; expected one.", "key_ambiguous")
         after, stored_input = dialect.named_response(body), dialect.stored_input(body)
         if after is not None:
             history = await self.custodian.off_loop(self.custodian.histories.items, rollout_id, after)

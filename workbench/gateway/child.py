@@ -1,6 +1,6 @@
 """Child: one gateway process from within. `process` starts it with a listening socket and keeps its stdin open.
 
-    settings ◀── first line of stdin │ {"serving": true} ──▶ stdout │ stdin closes, or the parent is gone: it ends
+settings ◀── first line of stdin │ {"serving": true} ──▶ stdout │ stdin closes, or the parent is gone: it ends
 """
 
 from __future__ import annotations

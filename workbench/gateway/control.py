@@ -22,6 +22,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from workbench.gateway.custody import Custodian
+from workbench.gateway.metrics import Metrics
 from workbench.gateway.refusals import Refused, refusal_of
 from workbench.gateway.settings import GatewaySettings
 from workbench.ledger import assemble_receipt, attribute_terminal
@@ -44,6 +45,7 @@ class ControlPlane:
         custodian: Custodian,
         token: str,
         settings: GatewaySettings,
+        metrics: Metrics,
         *,
         before_freeze: ForRollout,
         after_seal: ForRollout,
@@ -51,6 +53,7 @@ class ControlPlane:
         self._custodian = custodian
         self._expected = b"Bearer " + token.encode()
         self._settings = settings
+        self._metrics = metrics
         self._before_freeze = before_freeze
         self._after_seal = after_seal
 
@@ -74,7 +77,9 @@ class ControlPlane:
                 answer = await handle(check_rollout_id(request.path_params["rollout_id"]), given)
                 return Response(orjson.dumps(answer), media_type="application/json")
             except Exception as error:
-                return refusal_of(error).response()
+                refused = refusal_of(error)
+                self._metrics.refused.labels(refused.code).inc()
+                return refused.response()
 
         return endpoint
 

@@ -122,7 +122,14 @@ class Custodian:
         response_items = call.dialect.response_items(served)
         if call.stored_input is not None and served.get("id"):
             added = [*call.stored_input, *(served.get("output") or ())]
-            await self.off_loop(self.histories.keep, call.rollout_id, served["id"], call.after, added)
+            await self.off_loop(
+                self.histories.keep,
+                call.rollout_id,
+                served["id"],
+                call.after,
+                added,
+                continues=call.admitted.parent_response_id,
+            )
         if call.admitted.admission is None:
             # Its failure row was written at admission; only its items are noted, for later diagnoses.
             await self.off_loop(self._note, call, response_items)

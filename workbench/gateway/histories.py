@@ -1,8 +1,10 @@
 """Histories: what a response followed on, for requests that name it instead of sending it (`previous_response_id`).
 
 One line a stored response in `<rollout>.responses.jsonl` beside the ledger, shared by all gateway processes: the items
-that it added to those of the response it named, if it named one. An agent that sends its whole history every time has
-whole histories there. Not custody: losing a line makes a response unknown, and a request that names it is refused.
+that it added to those of the response before it, which is the one that it named, or the one that it continues where
+its history begins with that one's, as the ledger compares histories. So a conversation of n turns is n lines of what
+was new in each, however it was sent. Not custody: losing a line makes a response unknown, and a request that names it
+is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import Any
 
 import orjson
 
-from workbench.wire import check_rollout_id
+from workbench.errors import FingerprintError
+from workbench.wire import check_rollout_id, conversation_digest
 
 
 class Histories:
@@ -24,8 +27,23 @@ class Histories:
     def __init__(self, directory: Path | str) -> None:
         self._directory = Path(directory)
 
-    def keep(self, rollout_id: str, response_id: str, after: str | None, items: Sequence[Any]) -> None:
-        """Store a response: the items that its request had after those of `after`, and its own."""
+    def keep(
+        self,
+        rollout_id: str,
+        response_id: str,
+        after: str | None,
+        items: Sequence[Any],
+        *,
+        continues: str | None = None,
+    ) -> None:
+        """Store a response: the items that its request had after those of `after`, and its own.
+
+        `continues`: a response whose conversation the items may begin with, where its request named none.
+        """
+        if after is None and continues is not None:
+            before = self.items(rollout_id, continues)
+            if before and _same(items[: len(before)], before):
+                after, items = continues, items[len(before) :]
         line = orjson.dumps({"id": response_id, "after": after, "items": list(items)}) + b"\n"
         fd = os.open(self._path(rollout_id), os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
@@ -69,3 +87,10 @@ class Histories:
 
     def _path(self, rollout_id: str) -> Path:
         return self._directory / f"{check_rollout_id(rollout_id)}.responses.jsonl"
+
+
+def _same(items: Sequence[Any], others: Sequence[Any]) -> bool:
+    try:
+        return conversation_digest(items) == conversation_digest(others)
+    except FingerprintError:
+        return False

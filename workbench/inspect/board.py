@@ -88,10 +88,10 @@ class CampaignBoard(LiveView):
         parts.append(markup.line(f"Last error: {f['error'] or 'none'}", muted=f["error"] is None))
         return markup.block(*parts)
 
-    def make_live(self, fallbacks: int) -> BoardWidget:
+    def make_live(self) -> BoardWidget:
         from workbench.inspect.live.board import BoardWidget
 
-        return BoardWidget.of(self, fallbacks=fallbacks)
+        return BoardWidget.of(self)
 
     def show_snapshot(self) -> None:
         self._publish(update=False)

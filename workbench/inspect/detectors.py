@@ -20,6 +20,8 @@ import polars as pl
 
 FEWEST = 50
 _NOTABLE = 0.02
+_SUSPICIOUS = 0.05
+"""Mean |difference| in nat below which number formats explain it (bfloat16 against float32: 0.03)."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def _temperature(s: np.ndarray, t: np.ndarray) -> Finding:
     ratio = spread_ratio(s, t)
     if ratio is None:
         return _too_few("temperature", s.size)
-    if abs(ratio - 1) > 0.1:
+    if abs(ratio - 1) > 0.1 and np.abs(t - s).mean() > _SUSPICIOUS:
         words = (
             f"the sampler's log-probs are spread {ratio:.2f} times as wide as the trainer's, as a temperature of "
             f"{1 / ratio:.2f} or further from 1 would do: the trainer has not applied the sampler's temperature"
@@ -78,7 +80,8 @@ def _truncated(s: np.ndarray, t: np.ndarray) -> Finding:
     notable = np.abs(delta) > _NOTABLE
     below = float((delta[notable] < 0).mean()) if notable.any() else 0.0
     ratio = spread_ratio(s, t)
-    if notable.mean() > 0.05 and below > 0.93 and (ratio is None or abs(ratio - 1) <= 0.1):
+    cut = notable.mean() > 0.05 and below > 0.93 and delta.mean() < -_SUSPICIOUS / 2
+    if cut and (ratio is None or abs(ratio - 1) <= 0.1):
         words = (
             f"where they differ the trainer is lower in {below:.0%} of the tokens, by {-delta[notable].mean():.3f} nat "
             "on average: top-p or top-k has cut the sampler's distribution and not the trainer's"

@@ -280,7 +280,7 @@ class LogprobDelta(LiveView):
             return " ".join(str(i) for i in token_ids)
         return "".join(piece.shown for piece in pieces_of(token_ids, self.vocabulary))
 
-    def make_live(self, fallbacks: int) -> DeltaAndTokens:
+    def make_live(self) -> DeltaAndTokens:
         from workbench.inspect.live.delta import DeltaAndTokens
 
-        return DeltaAndTokens(self, fallbacks=fallbacks)
+        return DeltaAndTokens(self)

@@ -8,6 +8,7 @@ calls stand (`layout`), how the card looks (`chain_picture`), tokens (`tokens`).
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -96,7 +97,7 @@ class PrefixChain(LiveView):
     def sentence(self) -> str:
         chain = [row for row in self._rows if row["relation"] == "trained"]
         parts = [f"Rollout {self.rollout_id}", markup.count(len(self._rows), "call")]
-        kinds = {kind: sum(row["relation"] == kind for row in self._rows) for kind in RELATION_WORDS}
+        kinds = self._kinds()
         for kind, one, many in (
             ("retry", "retry", "retries"),
             ("branch", "side branch", "side branches"),
@@ -112,6 +113,15 @@ class PrefixChain(LiveView):
             parts.append(f"{max(row['cum_len'] for row in chain):,} tokens{known}")
         parts.extend(_verdict(self.rollout))
         return " · ".join(parts)
+
+    def _kinds(self) -> Counter[str]:
+        """How many there are of each relation; a branch or side conversation of several calls counts once."""
+        relation_of = {row["model_call_id"]: row["relation"] for row in self._rows}
+        return Counter(
+            row["relation"]
+            for row in self._rows
+            if row["relation"] in ROOTLESS or relation_of.get(row["parent_call_id"]) != row["relation"]
+        )
 
     def chain_name(self) -> str:
         """What the terminal chain is: trained, rejected, or somebody's guess."""
@@ -147,10 +157,10 @@ class PrefixChain(LiveView):
         """Words and columns of the live view: every call, in drawing order (see `chain_columns`)."""
         return chain_columns(self._rows, self.places, self._why)
 
-    def make_live(self, fallbacks: int) -> ChainAndTokens:
+    def make_live(self) -> ChainAndTokens:
         from workbench.inspect.live.chain import ChainAndTokens
 
-        return ChainAndTokens(self, fallbacks=fallbacks)
+        return ChainAndTokens(self)
 
     def to_text(self) -> str:
         """The tree as plain lines for a terminal, one a call, indented where a path forks."""

@@ -30,13 +30,14 @@ if TYPE_CHECKING:
     from workbench.inspect.live.diff import DiffWidget
 
 AROUND = 60
+_TRIES = 100
 
 
 class RowDiff(LiveView):
     """Two rollouts side by side; with two runs also what differs between the arms.
 
-    Without `rollouts` the pair shown first is the first flip, else the first pair whose ids differ. A rollout counts as
-    solved from a reward of `solved` on. Raises RunStoreError where nothing can be paired.
+    Without `rollouts` the pair shown first is the first flip that has tokens on both sides, else the first such pair. A
+    rollout counts as solved from a reward of `solved` on. Raises RunStoreError where nothing can be paired.
     """
 
     def __init__(
@@ -57,13 +58,18 @@ class RowDiff(LiveView):
         self.flips: pl.DataFrame | None = None
         self.differences: list[Difference] = []
         self.unpaired = (0, 0)
+        self.names: tuple[str, str]
+        self.strips: tuple[TokenStrip, TokenStrip]
         frames = isinstance(one, pl.DataFrame), isinstance(other, pl.DataFrame)
         if any(frames) and not all(frames):
             raise RunStoreError("Expected two runs or two token frames, got one of each")
         if not all(frames) and (rollouts is None or one is not other):
             self._compare_arms(one.rollouts, other.rollouts, needed=rollouts is None)
-        self.names = rollouts or (self._first_pair() if self.pairs is not None else ("A", "B"))
-        self.strips = self.strips_of(*self.names)
+        if rollouts is None and self.pairs is not None:
+            self.names, self.strips = self._first_shown()
+        else:
+            self.names = rollouts or ("A", "B")
+            self.strips = self.strips_of(*self.names)
         self.stretches, self.first = self.alignment(*self.strips)
 
     def _compare_arms(self, one: pl.DataFrame, other: pl.DataFrame, *, needed: bool) -> None:
@@ -79,13 +85,18 @@ class RowDiff(LiveView):
         self.differences = differences(pairs)
         self.unpaired = (one.height - pairs.height, other.height - pairs.height)
 
-    def _first_pair(self) -> tuple[str, str]:
+    def _first_shown(self) -> tuple[tuple[str, str], tuple[TokenStrip, TokenStrip]]:
+        """The first flip, else the first pair, of which both sides have tokens (a rejected rollout may have none)."""
         assert self.pairs is not None and self.flips is not None
-        if self.flips.height:
-            return self.flips["rollout_id"][0], self.flips["rollout_id_other"][0]
-        both = self.pairs.filter((pl.col("valid") == 1) & (pl.col("valid_other") == 1))
-        row = (both if both.height else self.pairs).row(0, named=True)
-        return row["rollout_id"], row["rollout_id_other"]
+        both = self.pairs.sort(pl.col("valid") + pl.col("valid_other"), descending=True, maintain_order=True)
+        candidates = pl.concat(frame.select("rollout_id", "rollout_id_other") for frame in (self.flips, both))
+        problem: RunStoreError | None = None
+        for one, other in candidates.head(_TRIES).rows():
+            try:
+                return (one, other), self.strips_of(one, other)
+            except RunStoreError as error:
+                problem = error
+        raise RunStoreError(f"None of {candidates.height:,} pairs has tokens on both sides; the last one: {problem}")
 
     def strips_of(self, one: str, other: str) -> tuple[TokenStrip, TokenStrip]:
         """The strips of two rollouts, `one` of the first source. Raises RunStoreError where one has no tokens."""
@@ -167,10 +178,10 @@ class RowDiff(LiveView):
             parts.append(markup.line(f"Showing {shown.height} of {flipped.height:,} flips; all: .flips", muted=True))
         return parts
 
-    def make_live(self, fallbacks: int) -> DiffWidget:
+    def make_live(self) -> DiffWidget:
         from workbench.inspect.live.diff import DiffWidget
 
-        return DiffWidget.of(self, fallbacks=fallbacks)
+        return DiffWidget.of(self)
 
 
 def _interval(difference: Difference) -> str:

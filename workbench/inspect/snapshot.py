@@ -115,17 +115,14 @@ class LiveView(StaticView):
     """Outputs that the snapshot is published as: a picture and a text, of every live view."""
 
     @abstractmethod
-    def make_live(self, fallbacks: int) -> DOMWidget:
-        """The widget; `fallbacks` is how many outputs are published under it for readers without a kernel."""
+    def make_live(self) -> DOMWidget:
+        """The widget, not yet shown."""
 
     @property
     def live(self) -> DOMWidget:
         """The widget alone, to be put beside others; the same object at every call."""
-        return self._widget(0)
-
-    def _widget(self, fallbacks: int) -> DOMWidget:
         if self._live is None:
-            self._live = self.make_live(fallbacks)
+            self._live = self.make_live()
         return self._live
 
     def _ipython_display_(self) -> None:
@@ -133,8 +130,15 @@ class LiveView(StaticView):
 
         mode = display_mode()
         if mode != "static":
-            fallbacks = 0 if mode == "live" else self._fallbacks
-            view = {"version_major": 2, "version_minor": 0, "model_id": self._widget(fallbacks).model_id}
+            _first(self.live).fallbacks = 0 if mode == "live" else self._fallbacks
+            view = {"version_major": 2, "version_minor": 0, "model_id": self.live.model_id}
             publish_display_data({WIDGET_MIME: view, "text/plain": self.sentence()})
         if mode != "live":
             self.show_snapshot()
+
+
+def _first(widget: Any) -> Any:
+    """The widget at the top: of a box the first in it, which the outputs under the box are told to."""
+    while hasattr(widget, "children"):
+        widget = widget.children[0]
+    return widget

@@ -175,10 +175,10 @@ class PoisonTable(LiveView):
             "–" if token is None else f"{token} (id {row['token_id']})",
         ]
 
-    def make_live(self, fallbacks: int) -> PoisonAndChain:
+    def make_live(self) -> PoisonAndChain:
         from workbench.inspect.live.poison import PoisonAndChain
 
-        return PoisonAndChain(self, fallbacks=fallbacks)
+        return PoisonAndChain(self)
 
     def _cause_row(self, row: dict[str, Any]) -> list[markup.Cell | str]:
         first, last = row["first_step"], row["last_step"]

@@ -112,10 +112,10 @@ class TokenStrip(LiveView):
         """Words and columns of the live view (see `strip_columns`)."""
         return strip_columns(self.tokens, self.vocabulary, routes=self.routes)
 
-    def make_live(self, fallbacks: int) -> StripWidget:
+    def make_live(self) -> StripWidget:
         from workbench.inspect.live.strip import StripWidget
 
-        return StripWidget.of(self, fallbacks=fallbacks)
+        return StripWidget.of(self)
 
     def draw(self) -> Figure:
         figure, (roles, likely, delta) = panels(2.5, rows=3, height_ratios=[0.34, 1, 1])

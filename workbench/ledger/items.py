@@ -261,7 +261,8 @@ def _tool_digests(item: Mapping[str, Any]) -> list[ToolDigest]:
     calls: list[tuple[Any, Any, Any]] = []
     if item.get("type") == "function_call":
         calls.append((item.get("name"), item.get("arguments"), item.get("call_id") or item.get("id")))
-    for call in item.get("tool_calls") or ():
+    tool_calls = item.get("tool_calls")
+    for call in tool_calls if isinstance(tool_calls, list) else ():
         function = call.get("function") if isinstance(call, Mapping) else None
         if isinstance(function, Mapping):
             calls.append((function.get("name"), function.get("arguments"), call.get("id")))

@@ -7,7 +7,7 @@
 
 Files per rollout, all in one directory that any number of processes may share:
     <rollout>.lineage.jsonl  custody and failure rows alone, byte for byte the contract's
-    <rollout>.items.jsonl    digests of each call's conversation items (drift diagnosis reads them)
+    <rollout>.items.jsonl    digests of each call's conversation items, and shortened texts (drift diagnosis reads them)
     <rollout>.events.jsonl   drift diagnoses, late commits, seals
     <rollout>.replay.jsonl   what became of each call, for requests that come again (the gateway's, as .answers is,
                              which holds the served bytes, and .responses.jsonl)
@@ -65,6 +65,7 @@ class Admitted:
     resolution: Resolution
     drift: Drift | None = None
     compaction_of: str | None = None  # the call whose history this root replaces, as the agent declared
+    parent_response_id: str | None = None  # what the parent call served
 
 
 class _Rollout:
@@ -146,7 +147,13 @@ class LedgerStore:
                     # A history that this rollout was seeded with: nothing of it was sampled here.
                     resolution = Resolution("root")
             if resolution.status != "unresolved":
-                return Admitted(resolution.admission(rollout_id, model_call_id), resolution, compaction_of=replaced)
+                parent = rollout.index.custody.get(resolution.parent or "")
+                return Admitted(
+                    resolution.admission(rollout_id, model_call_id),
+                    resolution,
+                    compaction_of=replaced,
+                    parent_response_id=parent.record.response_id if parent else None,
+                )
             drift = diagnose_drift(
                 read_items(rollout.items_path),
                 request_items,

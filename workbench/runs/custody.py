@@ -2,7 +2,8 @@
 
 In: a directory of `<rollout_id>.lineage.jsonl` files, ours or a NeMo Gym run's. Out: one dict a call, in ledger order,
 custody rows and failure rows alike, with the names that the calls table uses. Token-free, as ledgers are.
-Invariant: a torn last line was never acknowledged and is not a call. Not here: resolving and writing (the ledger room).
+Invariants: a torn last line was never acknowledged and is not a call; a damaged ledger costs its own rollout and never
+the sight of the others. Not here: resolving and writing (the ledger room).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from workbench.errors import LedgerCorrupt, RunStoreError
 from workbench.ledger.resolve import CustodyRow, FailureRow
 from workbench.ledger.rows import parse_row
 from workbench.runs.frames import read_lines
+from workbench.runs.relations import relate
+from workbench.wire import Cause
 
 SUFFIX = ".lineage.jsonl"
 EVENTS_SUFFIX = ".events.jsonl"
@@ -67,6 +70,51 @@ def ledger_rows(path: Path) -> list[dict[str, Any]]:
     for index, call in enumerate([*staged, *(call for call in calls if call["disposition"] == "failed")]):
         call["manifest_index"] = index
     return calls
+
+
+def recorded_calls(directory: Path) -> dict[str, list[dict[str, Any]]]:
+    """The calls of every ledger in a directory, by rollout."""
+    recorded: dict[str, list[dict[str, Any]]] = {}
+    for path in ledger_files(directory):
+        try:
+            recorded[rollout_of(path)] = ledger_rows(path)
+        except RunStoreError as error:
+            recorded[rollout_of(path)] = [_unreadable(path, error)]
+    return recorded
+
+
+def known_calls(recorded: list[dict[str, Any]], stored: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """The calls of one rollout: ledger rows with what the finalizer stored about them (`stored`, by call id), and what
+    each call is to the trajectory; stored calls that no ledger row names come last."""
+    calls = [{**row, **_known(stored.get(row["model_call_id"], {}))} for row in recorded]
+    named = {row["model_call_id"] for row in recorded}
+    late = sorted((row for call_id, row in stored.items() if call_id not in named), key=_manifest_order)
+    calls += [{**row, "order": len(calls) + i} for i, row in enumerate(late, start=1)]
+    on_chain = {call["model_call_id"] for call in calls if call.get("on_chain")}
+    for call, word in zip(calls, relate(calls, on_chain), strict=True):
+        call["relation"] = word
+    return calls
+
+
+def _known(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if value is not None}
+
+
+def _manifest_order(row: dict[str, Any]) -> int:
+    return row["manifest_index"] if row["manifest_index"] is not None else 2**31
+
+
+def _unreadable(path: Path, error: Exception) -> dict[str, Any]:
+    """What stands for a ledger that cannot be read: one failed call that says which file and line."""
+    return {
+        "rollout_id": rollout_of(path),
+        "model_call_id": "unreadable",
+        "order": 1,
+        "manifest_index": 0,
+        "disposition": "failed",
+        "failure_reason": Cause.MISSING_RECEIPT.value,
+        "detail": str(error),
+    }
 
 
 def _add_drift(path: Path, calls: list[dict[str, Any]]) -> None:

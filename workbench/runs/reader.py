@@ -25,8 +25,7 @@ import polars as pl
 
 from workbench.errors import RunStoreError
 from workbench.runs import frames, schema
-from workbench.runs.custody import ledger_files, ledger_rows, rollout_of
-from workbench.runs.relations import relate
+from workbench.runs.custody import known_calls, ledger_files, recorded_calls
 from workbench.runs.staged import staged_call
 from workbench.runs.tokens import call_path_tokens, row_tokens, sampled_logprobs
 from workbench.runs.vocabulary import Vocabulary, load_vocabulary
@@ -266,30 +265,14 @@ class Run:
         stored: dict[str, dict[str, dict[str, Any]]] = {}
         for row in self._read("calls", frames.scalar_columns("calls")).to_dicts():
             stored.setdefault(row["rollout_id"], {})[row["model_call_id"]] = row
+        recorded = recorded_calls(self.path / "ledger")
         group_of = self._groups_of_rollouts()
-        recorded = {rollout_of(path): ledger_rows(path) for path in ledger_files(self.path / "ledger")}
-        rows: list[dict[str, Any]] = []
-        for rollout_id in sorted(recorded.keys() | stored.keys()):
-            rows.extend(self._calls_of(rollout_id, recorded.get(rollout_id, []), stored.get(rollout_id, {}), group_of))
+        rows = [
+            call | {"run": self.name, "group_id": call.get("group_id") or group_of.get(rollout_id)}
+            for rollout_id in sorted(recorded.keys() | stored.keys())
+            for call in known_calls(recorded.get(rollout_id, []), stored.get(rollout_id, {}))
+        ]
         return frames.frame_of("calls", rows)
-
-    def _calls_of(
-        self,
-        rollout_id: str,
-        recorded: list[dict[str, Any]],
-        stored: dict[str, dict[str, Any]],
-        group_of: dict[str, str],
-    ) -> list[dict[str, Any]]:
-        """Ledger rows with what the finalizer stored about them; stored rows that no ledger row names come last."""
-        calls = [{**row, **_known(stored.get(row["model_call_id"], {}))} for row in recorded]
-        named = {row["model_call_id"] for row in recorded}
-        late = sorted((row for call_id, row in stored.items() if call_id not in named), key=_manifest_order)
-        calls += [{**row, "order": len(calls) + i} for i, row in enumerate(late, start=1)]
-        on_chain = {call["model_call_id"] for call in calls if call.get("on_chain")}
-        for call, word in zip(calls, relate(calls, on_chain), strict=True):
-            call |= {"run": self.name, "relation": word}
-            call["group_id"] = call.get("group_id") or group_of.get(rollout_id)
-        return calls
 
     def _groups_of_rollouts(self) -> dict[str, str]:
         return {
@@ -338,14 +321,6 @@ class Run:
             held = (signature, build())
             self._cache[name] = held
         return held[1]
-
-
-def _known(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if value is not None}
-
-
-def _manifest_order(row: dict[str, Any]) -> int:
-    return row["manifest_index"] if row["manifest_index"] is not None else 2**31
 
 
 def _signature(path: Path) -> tuple[str, int, int] | None:

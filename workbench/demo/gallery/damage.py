@@ -56,11 +56,14 @@ async def invented_response(hand: Hand) -> None:
     hand.last = {"id": "invented", "choices": [{"message": {"role": "assistant", "content": "Something else."}}]}
 
 
+async def damaged_ledger(hand: Hand) -> None:
+    """Between two calls and the end, a line of the ledger turns into something else."""
+    await hand.say(ASK)
+    ledger = hand.bench.path / "ledger" / f"{hand.rollout_id}.lineage.jsonl"
+    ledger.write_bytes(b"{broken\n" + ledger.read_bytes())
+
+
 # -- receipts ---------------------------------------------------------------------------------------------------------
-
-
-def _lose_receipt(case: Case) -> None:
-    case.set_outcome(receipt=None)
 
 
 def _swap_receipt(case: Case) -> None:
@@ -109,7 +112,7 @@ def _no_response_id(case: Case) -> None:
 
 RECEIPTS = (
     Exhibit(C.LEDGER_ROW_MISSING_RESPONSE_ID, "the ledger's writer left the response id empty", spoil=_no_response_id),
-    Exhibit(C.MISSING_RECEIPT, "the receipt never arrives", spoil=_lose_receipt),
+    Exhibit(C.MISSING_RECEIPT, "a line of the rollout's ledger is damaged before it is closed", damaged_ledger),
     Exhibit(C.IDENTITY_MISMATCH, "the receipt of another rollout arrives", spoil=_swap_receipt),
     Exhibit(C.CAPTURE_POISONED, "the receipt says that it is poisoned and not why", spoil=_poison),
     Exhibit(C.DUPLICATE_CALL_ID, "a row of the ledger stands there twice", spoil=_double),

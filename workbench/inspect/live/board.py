@@ -26,9 +26,9 @@ class BoardWidget(LiveWidget):
     _read_at: float
 
     @classmethod
-    def of(cls, board: CampaignBoard, *, fallbacks: int = 0) -> BoardWidget:
+    def of(cls, board: CampaignBoard) -> BoardWidget:
         """A widget that shows `board` and reads again when it is asked to."""
-        widget = cls(sentence=board.sentence(), frame=board.frame, fallbacks=fallbacks)
+        widget = cls(sentence=board.sentence(), frame=board.frame)
         widget._board, widget._read_at = board, time.monotonic()
         widget.on_msg(widget._asked)
         return widget

@@ -31,9 +31,9 @@ class ChainWidget(LiveWidget):
     _esm = module("chain.js")
 
     @classmethod
-    def of(cls, chain: PrefixChain, *, fallbacks: int = 0) -> ChainWidget:
+    def of(cls, chain: PrefixChain) -> ChainWidget:
         """A widget that shows `chain`."""
-        return cls(fallbacks=fallbacks, **cls.traits_for(chain))
+        return cls(**cls.traits_for(chain))
 
     @staticmethod
     def traits_for(chain: PrefixChain) -> dict[str, Any]:
@@ -50,9 +50,9 @@ class ChainWidget(LiveWidget):
 class ChainAndTokens(ipywidgets.VBox):
     """A chain over the strip of its chosen call; nothing is read before a call is chosen."""
 
-    def __init__(self, chain: PrefixChain | None = None, *, missing: str = "", fallbacks: int = 0) -> None:
-        empty = ChainWidget(sentence="Prefix chain", missing=missing, fallbacks=fallbacks)
-        self.chain = empty if chain is None else ChainWidget.of(chain, fallbacks=fallbacks)
+    def __init__(self, chain: PrefixChain | None = None, *, missing: str = "") -> None:
+        empty = ChainWidget(sentence="Prefix chain", missing=missing)
+        self.chain = empty if chain is None else ChainWidget.of(chain)
         self.tokens = StripWidget(sentence="Tokens", missing=_CHOOSE)
         self._model = chain
         super().__init__([self.chain, self.tokens])

@@ -32,12 +32,12 @@ class DeltaWidget(LiveWidget):
     _esm = module("delta.js")
 
     @classmethod
-    def of(cls, delta: LogprobDelta, *, fallbacks: int = 0) -> DeltaWidget:
+    def of(cls, delta: LogprobDelta) -> DeltaWidget:
         """A widget that shows `delta`."""
         from workbench.inspect.logprobs import WORST_LIVE
 
         if delta.numbers.tokens == 0:
-            return cls(sentence=delta.sentence(), missing=delta.why_empty, fallbacks=fallbacks)
+            return cls(sentence=delta.sentence(), missing=delta.why_empty)
         rows = [{name: row[name] for name in _SHOWN if name in row} for row in delta.worst(WORST_LIVE)]
         return cls(
             sentence=delta.sentence(),
@@ -45,15 +45,14 @@ class DeltaWidget(LiveWidget):
             edges=delta.histogram(delta.delta_T)[0].tolist(),
             findings=[asdict(finding) for finding in delta.findings()],
             worst=rows,
-            fallbacks=fallbacks,
         )
 
 
 class DeltaAndTokens(ipywidgets.VBox):
     """The differences over the strip of the rollout whose token was chosen."""
 
-    def __init__(self, delta: LogprobDelta, *, fallbacks: int = 0) -> None:
-        self.delta = DeltaWidget.of(delta, fallbacks=fallbacks)
+    def __init__(self, delta: LogprobDelta) -> None:
+        self.delta = DeltaWidget.of(delta)
         self.tokens = StripWidget(sentence="Tokens", missing="choose a token in the table above to see it in its text")
         self._model = delta
         super().__init__([self.delta, self.tokens])

@@ -33,13 +33,12 @@ class DiffWidget(LiveWidget):
     _model: RowDiff
 
     @classmethod
-    def of(cls, diff: RowDiff, *, fallbacks: int = 0) -> DiffWidget:
+    def of(cls, diff: RowDiff) -> DiffWidget:
         """A widget that shows `diff` and, when a flip is chosen, that pair."""
         widget = cls(
             sentence=diff.sentence(),
             arms=_arms(diff),
             chosen=list(diff.names),
-            fallbacks=fallbacks,
             **_pair(diff, *diff.strips),
         )
         widget._model = diff

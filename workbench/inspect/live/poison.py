@@ -34,7 +34,7 @@ class PoisonWidget(LiveWidget):
     _esm = module("poison.js")
 
     @classmethod
-    def of(cls, table: PoisonTable, *, fallbacks: int = 0) -> PoisonWidget:
+    def of(cls, table: PoisonTable) -> PoisonWidget:
         """A widget that shows `table`."""
         share = max(1, table.total)
         causes = [
@@ -56,15 +56,14 @@ class PoisonWidget(LiveWidget):
             failures=failures,
             rollouts=rollouts,
             total=table.rejected.height,
-            fallbacks=fallbacks,
         )
 
 
 class PoisonAndChain(ipywidgets.VBox):
     """The causes over the chain of a chosen rollout."""
 
-    def __init__(self, table: PoisonTable, *, fallbacks: int = 0) -> None:
-        self.causes = PoisonWidget.of(table, fallbacks=fallbacks)
+    def __init__(self, table: PoisonTable) -> None:
+        self.causes = PoisonWidget.of(table)
         self.rollout = ChainAndTokens(missing="choose a rejected rollout above to see its calls")
         self._source = table.source
         super().__init__([self.causes, self.rollout])

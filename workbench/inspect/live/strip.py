@@ -24,9 +24,9 @@ class StripWidget(LiveWidget):
     _esm = module("strip.js")
 
     @classmethod
-    def of(cls, strip: TokenStrip, *, fallbacks: int = 0) -> StripWidget:
+    def of(cls, strip: TokenStrip) -> StripWidget:
         """A widget that shows `strip`."""
-        return cls(fallbacks=fallbacks, **cls.traits_for(strip))
+        return cls(**cls.traits_for(strip))
 
     @staticmethod
     def traits_for(strip: TokenStrip) -> dict[str, Any]:

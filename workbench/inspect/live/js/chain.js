@@ -103,7 +103,8 @@ function buildChain(shell) {
   async function load() {
     title.textContent = model.get("sentence");
     const view = model.get("block");
-    shell.idle = bar.hidden = map.hidden = legend.hidden = !view || !view.byteLength;
+    shell.idle = true;
+    bar.hidden = map.hidden = legend.hidden = !view || !view.byteLength;
     detail.classList.toggle("wb-missing", map.hidden);
     if (map.hidden) { detail.textContent = model.get("missing"); return; }
     const { words, columns } = await unpackBlock(view);
@@ -115,6 +116,7 @@ function buildChain(shell) {
     note.textContent = `${count(chain.n, "call")} on ${count(chain.rows.length, "path")}, all at hand`;
     explain();
     map.scrollLeft = map.scrollTop = 0;
+    shell.idle = false;
     go(0);
   }
 

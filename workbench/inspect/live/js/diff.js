@@ -55,6 +55,7 @@ function buildDiff(shell) {
   let stretches = null, firstAt = null, leading = null;
 
   async function load() {
+    shell.idle = true;
     title.textContent = model.get("sentence");
     missing.textContent = model.get("missing");
     pair.hidden = Boolean(model.get("missing"));
@@ -76,6 +77,7 @@ function buildDiff(shell) {
     colour();
     first.disabled = next.disabled = firstAt === null;
     note.textContent = firstAt === null ? "the rows are equal, id for id" : `first diverging id: ${firstAt.toLocaleString("en-US")}`;
+    shell.idle = false;
     lock(firstAt ?? 0, firstAt ?? 0);
   }
 

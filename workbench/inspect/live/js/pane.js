@@ -95,10 +95,13 @@ export class Pane {
   moveSpan(by) {
     const { tokens } = this;
     let i = this.cursor;
-    if (by < 0 && i > 0 && tokens.sampled(i - 1) !== tokens.sampled(i)) i--;
-    const here = tokens.sampled(i);
-    while (i + by >= 0 && i + by < tokens.n && tokens.sampled(i) === here) i += by;
-    if (by < 0) while (i > 0 && tokens.sampled(i - 1) === tokens.sampled(i)) i--;
+    if (by < 0) {
+      if (i > 0 && tokens.sampled(i - 1) !== tokens.sampled(i)) i--;
+      while (i > 0 && tokens.sampled(i - 1) === tokens.sampled(i)) i--;
+    } else {
+      const here = tokens.sampled(i);
+      while (i + 1 < tokens.n && tokens.sampled(i) === here) i++;
+    }
     this.go(i);
   }
 

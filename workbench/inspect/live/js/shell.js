@@ -64,14 +64,17 @@ export class Shell {
     this.undo.push(() => this.model.off(`change:${trait}`, guarded));
   }
 
-  /** Calls `fn` when the frame's size or the page's theme changes. */
+  /** Calls `fn` when the frame's size or the page's theme changes, and when the frame comes into sight: notebooks take
+   *  cells that are out of sight off the page, where nothing has a width and nothing can be drawn. */
   watchLook(fn) {
-    const guarded = this.guard(fn);
+    const guarded = this.guard(() => { if (this.root.clientWidth) fn(); });
     const sizes = new ResizeObserver(() => guarded());
     sizes.observe(this.root);
+    const sight = new IntersectionObserver(() => guarded());
+    sight.observe(this.root);
     const themes = new MutationObserver(() => guarded());
     themes.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "class"] });
-    this.undo.push(() => { sizes.disconnect(); themes.disconnect(); });
+    this.undo.push(() => { sizes.disconnect(); sight.disconnect(); themes.disconnect(); });
   }
 
   /** `table`: [key, what it does, function]. */
@@ -80,10 +83,11 @@ export class Shell {
     this.help.replaceChildren(...this.keys.map(([key, words]) => h("div", {}, h("kbd", { text: key }), words)));
   }
 
-  /** Builds the view; `data-wb-ready` on the frame says when what it was given is on the screen. */
+  /** Builds the view; `data-wb-ready` on the frame says when what it was given, or the error, is on the screen. */
   run(build) {
     const shown = this.guard(build)(this);
-    Promise.resolve(shown).then(() => this.root.setAttribute("data-wb-ready", ""));
+    const ready = () => this.root.setAttribute("data-wb-ready", "");
+    Promise.resolve(shown).then(ready, ready);
     return () => this.close();
   }
 
@@ -116,11 +120,18 @@ export class Shell {
   }
 
   #foldSnapshot(el) {
-    const child = el.closest(".jp-OutputArea-child");
     const fallbacks = this.model.get("fallbacks");
-    if (!child || !fallbacks) return;
-    child.setAttribute("data-wb-live", String(fallbacks));
-    this.undo.push(() => child.removeAttribute("data-wb-live"));
+    if (!fallbacks) return;
+    // A view is made before it is put on the page, so its place among the outputs is known only once it has a size.
+    const placed = new ResizeObserver(() => {
+      const child = el.closest(".jp-OutputArea-child");
+      if (!child) return;
+      placed.disconnect();
+      child.setAttribute("data-wb-live", String(fallbacks));
+      this.undo.push(() => child.removeAttribute("data-wb-live"));
+    });
+    placed.observe(this.root);
+    this.undo.push(() => placed.disconnect());
   }
 }
 

@@ -76,7 +76,8 @@ function buildStrip(shell) {
   async function load() {
     const view = model.get("block");
     const words = model.get("missing");
-    shell.idle = host.hidden = bar.hidden = legend.hidden = !view || !view.byteLength;
+    shell.idle = true;
+    host.hidden = bar.hidden = legend.hidden = !view || !view.byteLength;
     title.textContent = model.get("sentence");
     custody.replaceChildren(custodyLine(model.get("custody")));
     if (host.hidden) { detail.textContent = words; detail.className = "wb-detail wb-missing"; return; }
@@ -94,6 +95,7 @@ function buildStrip(shell) {
     pane.show(tokens);
     explain();
     const at = model.get("at");
+    shell.idle = false;
     pane.go(at >= 0 ? at : 0);
   }
 
@@ -137,6 +139,7 @@ function buildStrip(shell) {
     ["ArrowLeft", "previous token", () => pane.go(pane.cursor - 1)],
   ]);
   shell.watch("block", load);
+  shell.watch("missing", load);
   shell.watch("at", () => { const at = model.get("at"); if (tokens && at >= 0 && at !== pane.cursor) pane.go(at); });
   shell.watchLook(() => pane.relayout());
   return load();

@@ -1,0 +1,59 @@
+"""Recompute: what a stored run says of its training is what code that shares nothing with ours makes of its rows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from workbench import demo, models
+
+SCRIPT = Path(__file__).parents[2] / "tools" / "recompute_run.py"
+
+
+def recompute(run, *arguments):
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(run), *arguments], capture_output=True, text=True, timeout=100, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.fixture
+def copied(tmp_path):
+    return Path(shutil.copytree(demo.recorded_run(), tmp_path / "run"))
+
+
+def test_the_script_shares_no_code_with_what_it_checks():
+    assert "import workbench" not in SCRIPT.read_text() and "from workbench" not in SCRIPT.read_text()
+
+
+def test_a_recorded_run_equals_its_recomputation():
+    folder = models.build("smollm2-135m")
+    code, said = recompute(demo.recorded_run(), "--model", str(folder))
+    assert code == 0, said
+    assert "logprob                      128 values" in said and "advantage                     16 values" in said
+
+
+@pytest.mark.parametrize("what", ["advantage", "reward", "loss"])
+def test_a_changed_number_is_seen(copied, what):
+    if what == "loss":
+        lines = (copied / "steps.jsonl").read_text().splitlines()
+        last = json.loads(lines[-1])
+        lines[-1] = json.dumps(last | {"loss": last["loss"] + 1e-4})
+        (copied / "steps.jsonl").write_text("\n".join(lines) + "\n")
+    else:
+        path = next(iter(sorted((copied / ("train" if what == "advantage" else "rows")).glob("*.parquet"))))
+        table = pq.read_table(path)
+        values = table[what].to_pylist()
+        voting = table["sample_mask"].to_pylist().index(1)
+        values[voting] += 0.01
+        at = table.schema.get_field_index(what)
+        pq.write_table(table.set_column(at, what, pa.array(values, table.schema.field(what).type)), path)
+    code, said = recompute(copied)
+    assert code == 1, said

@@ -1,0 +1,161 @@
+"""Recompute: a run's advantages, losses and log-probs from its files alone, by code that shares none with Workbench.
+
+    python tools/recompute_run.py reports/RUN [--model FOLDER]
+
+Reads recipe.yaml, steps.jsonl and the Parquet parts of rows/ and train/. Per step: advantages from rewards; the clipped
+loss and the agreement numbers from stored log-probs; and log-probs by a plain forward pass of transformers where the
+weights of the step are at hand: the first step's are the model that the run started from (--model), others' lie in
+weights/ of the run while they are kept, and count only in float32. Prints the largest difference of each and exits 1
+where one is beyond its bound. It imports nothing of Workbench, so that the two can only agree by being right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import yaml
+
+BOUNDS = {"advantage": 1e-9, "loss": 1e-6, "token_mult_prob_error": 1e-5, "gen_kl_error": 1e-5, "logprob": 2e-4}
+"""Largest |stored - recomputed|. Sums in float32 and float64 differ by the loss's; log-probs in nat."""
+
+
+@dataclass
+class Comparison:
+    """Largest difference of each quantity, and how many values stand behind it."""
+
+    worst: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BOUNDS, 0.0))
+    count: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BOUNDS, 0))
+
+    def see(self, what: str, stored: Any, recomputed: Any) -> None:
+        difference = np.abs(np.asarray(stored, float) - np.asarray(recomputed, float))
+        self.worst[what] = max(self.worst[what], float(difference.max(initial=0.0)))
+        self.count[what] += difference.size
+
+    @property
+    def ok(self) -> bool:
+        return all(self.worst[what] <= bound for what, bound in BOUNDS.items())
+
+
+def advantages(rewards: list[float], groups: list[str], votes: list[bool], chosen: dict[str, Any]) -> list[float]:
+    """By the definitions of grpo, rloo and dr_grpo."""
+    name, options = chosen["name"], chosen.get("options") or {}
+    if name not in ("grpo", "rloo", "dr_grpo") or chosen.get("shuffle"):
+        raise SystemExit(f"advantages of {name} (shuffled or not known here) are not recomputed")
+    out = []
+    for reward, group, vote in zip(rewards, groups, votes, strict=True):
+        mates = [r for r, g, v in zip(rewards, groups, votes, strict=True) if g == group and v]
+        if not vote or len(mates) < 2 or max(mates) - min(mates) <= 1e-6 * max(1.0, max(map(abs, mates))):
+            out.append(0.0)
+            continue
+        mean = sum(mates) / len(mates)
+        leave_one_out = name == "rloo" or (name == "grpo" and options.get("baseline", "leave_one_out") != "mean")
+        value = reward - ((sum(mates) - reward) / (len(mates) - 1) if leave_one_out else mean)
+        if name == "grpo" and options.get("normalize_std"):
+            value /= math.sqrt(sum((r - mean) ** 2 for r in mates) / (len(mates) - 1))
+        out.append(value)
+    return out
+
+
+def clipped_loss(rows: list[dict[str, Any]], train: dict[str, Any], window: int) -> float:
+    """The token-level clipped loss, averaged as the recipe says, a token at a time."""
+    settings = train.get("loss") or {}
+    reduction = settings.get("reduction", "token")
+    sums: list[tuple[float, int]] = []
+    for row in rows:
+        total, count = 0.0, 0
+        for t in np.flatnonzero(row["loss_mask"]):
+            delta = row["trainer_logprobs"][t] - row["logprobs"][t]
+            cap = settings.get("tis_cap")
+            ratio, weight = (math.exp(delta), 1.0) if cap is None else (1.0, min(math.exp(delta), cap))
+            clipped = min(max(ratio, 1 - train["clip_low"]), 1 + train["clip_high"])
+            total -= weight * min(ratio * row["advantage"], clipped * row["advantage"])
+            count += 1
+        if count:
+            sums.append((total, count))
+    if not sums:
+        return 0.0
+    if reduction == "token":
+        return sum(total for total, _ in sums) / sum(count for _, count in sums)
+    divisors = [count if reduction == "sequence" else settings["constant_tokens"] or window for _, count in sums]
+    return sum(total / divisor for (total, _), divisor in zip(sums, divisors, strict=True)) / len(sums)
+
+
+def forward_logprobs(folder: Path, token_ids: list[int], temperature: float) -> np.ndarray:
+    """(T,) log-prob of each token by a plain forward pass in float32; 0 for the first."""
+    import torch
+
+    model = _models.get(folder)
+    if model is None:
+        from transformers import AutoModelForCausalLM
+
+        model = _models[folder] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([token_ids])).logits[0].double() / temperature
+    picked = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+    return np.concatenate([[0.0], picked.numpy()])
+
+
+_models: dict[Path, Any] = {}
+
+
+def recompute(run: Path, model: Path | None = None) -> Comparison:
+    """Compare every step of a run. `model` is the folder that it started from; None leaves its log-probs out."""
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    stored = {}
+    for path in sorted((run / "rows").glob("*.parquet")):
+        stored |= {row["rollout_id"]: row for row in pq.read_table(path).to_pylist()}
+    result = Comparison()
+    for line in (run / "steps.jsonl").read_text().splitlines():
+        step = json.loads(line)
+        part = pq.read_table(run / "train" / f"step-{step['step']}.parquet").to_pylist()
+        rows = [stored[record["rollout_id"]] | record for record in part]
+        votes = [row["sample_mask"] == 1 for row in rows]
+        result.see(
+            "advantage",
+            [row["advantage"] for row in rows],
+            advantages([r["reward"] for r in rows], [r["group_id"] for r in rows], votes, recipe["train"]["advantage"]),
+        )
+        if not (recipe["train"].get("kl") or {}).get("coefficient"):
+            result.see("loss", step["loss"], clipped_loss(rows, recipe["train"], recipe["model"]["max_model_len"]))
+        delta_K = np.array(
+            [
+                row["trainer_logprobs"][t] - row["logprobs"][t]
+                for row, vote in zip(rows, votes, strict=True)
+                for t in np.flatnonzero(row["token_mask"])
+                if vote
+            ]
+        )
+        result.see("token_mult_prob_error", step["token_mult_prob_error"], np.exp(np.abs(delta_K)).mean())
+        result.see("gen_kl_error", step["gen_kl_error"], (np.exp(delta_K) - 1 - delta_K).mean())
+        folder = model if step["step"] == 1 else run / "weights" / f"v{step['step'] - 1}"
+        if folder is None or not folder.is_dir() or (step["step"] > 1 and recipe["model"]["dtype"] != "float32"):
+            continue
+        for row, vote in zip(rows, votes, strict=True):
+            if vote:
+                at = np.flatnonzero(row["token_mask"])
+                ours = forward_logprobs(folder, row["token_ids"], recipe["sampling"]["temperature"])
+                result.see("logprob", np.array(row["trainer_logprobs"])[at], ours[at])
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("run", type=Path, help="directory of a run")
+    parser.add_argument("--model", type=Path, default=None, help="folder of the model that the run started from")
+    asked = parser.parse_args()
+    result = recompute(asked.run, asked.model)
+    for what, bound in BOUNDS.items():
+        print(f"{what:24} {result.count[what]:7} values, largest difference {result.worst[what]:.2e} (bound {bound:g})")
+    return 0 if result.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Learned: whether a run's reward rose, as a difference with an interval instead of a look at a curve.
+
+    mean reward of the last quarter of the steps - that of the first, and its one-sided 95 % lower bound
+
+The steps' mean rewards are the samples, and their spread within each quarter the noise (Welch's t). A run has learned
+where the bound is above 0. Steps of one run share their weights, so this is about the run, not about the recipe: for
+that, run several seeds and the shuffled control. Not here: what a step's reward is (runs.frames).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+MIN_STEPS = 8
+"""Fewer steps have no quarter to speak of."""
+
+
+@dataclass(frozen=True)
+class RewardRise:
+    """`difference` of the quarters' means, its one-sided 95 % bounds, and how many steps a quarter holds."""
+
+    first: float
+    last: float
+    difference: float
+    lower: float
+    upper: float
+    quarter_steps: int
+
+    @property
+    def learned(self) -> bool:
+        """Whether the rise is beyond chance."""
+        return self.lower > 0.0
+
+
+def reward_rise(rewards: Sequence[float | None]) -> RewardRise | None:
+    """The rise over a run's mean rewards, one a step, in order; None for fewer than `MIN_STEPS` that have one."""
+    values = np.array([value for value in rewards if value is not None], dtype=np.float64)
+    if values.size < MIN_STEPS:
+        return None
+    quarter = values.size // 4
+    first, last = values[:quarter], values[-quarter:]
+    variances = np.array([first.var(ddof=1), last.var(ddof=1)]) / quarter
+    error = math.sqrt(variances.sum())
+    # Welch and Satterthwaite's degrees of freedom for two samples of one size.
+    freedom = variances.sum() ** 2 * (quarter - 1) / (variances**2).sum() if error > 0 else quarter - 1
+    reach = t_quantile_95(freedom) * error
+    difference = float(last.mean() - first.mean())
+    return RewardRise(
+        float(first.mean()), float(last.mean()), difference, difference - reach, difference + reach, quarter
+    )
+
+
+def t_quantile_95(freedom: float) -> float:
+    """95 % quantile of Student's t (Abramowitz and Stegun 26.7.5; the exact values for 1 and 2 degrees of freedom)."""
+    if freedom < 1.5:
+        return 6.3138
+    if freedom < 2.5:
+        return 2.9200
+    z = 1.6448536
+    corrections = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(corrections, start=1))
