@@ -187,7 +187,7 @@ CALLS = (
     C("model_call_id", "str", "", "call"),
     C("manifest_index", "i64", "", "place in the manifest, from 0; failures follow the records"),
     C("parent_call_id", "str", "", "call it continues; null for a root"),
-    C("disposition", "str", "", "staged, failed (without a custody row), or echoed: of the token-echo arm, whole prompt"),
+    C("disposition", "str", "", "staged, failed (no custody row), or echoed: of the token-echo arm, whole prompt"),
     C(
         "staging",
         "str",
