@@ -28,7 +28,7 @@ from playwright.sync_api import Browser, expect, sync_playwright
 from workbench.places import shipped
 
 START_TIMEOUT_S = 60.0
-# Choosing something may ask the kernel, and a shared machine takes its time; what is right is seen at once all the same.
+# Choosing something may ask the kernel, and a shared machine takes its time; what is right is seen as soon as it is.
 expect.set_options(timeout=20_000)
 
 
