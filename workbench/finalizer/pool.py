@@ -117,8 +117,8 @@ class FinalizerPool:
             error_type = ComponentDied if lost.died else DeadlineExceeded
             raise error_type(
                 f"two finalizers in turn were lost over group {request.group_id} ({len(request.rollouts)} rollouts): "
-                f"{lost}. Next: see whether the data plane is alive, and whether the machine has memory left; its staged "
-                "rows are kept."
+                f"{lost}. Next: see whether the data plane is alive, and whether the machine has memory left; its "
+                "staged rows are kept."
             ) from None
 
     async def _ask(self, method: str, message: dict[str, Any], group_id: str) -> FinalizedGroup:
