@@ -93,6 +93,13 @@ class FinalizerPool:
         self._report("group_reconciled", group_id=group_id, because=why)
         return group
 
+    async def republish(self, request: FinalizationRequest) -> FinalizedGroup:
+        """Publish a group again that is stored already and whose rows went with their data plane.
+
+        Raises as `finalize` does, and ActorLost where the finalizer was lost.
+        """
+        return await self._ask("reconcile", request.model_dump(mode="json"), request.group_id)
+
     async def stop(self, timeout_s: float) -> None:
         """Let every member come to an end, then kill it. Harmless for members that are dead or never came up."""
         import ray
