@@ -67,7 +67,7 @@ def test_every_command_has_help_and_a_sentence():
         (("run", "cpu_smoke", "model.path=no_such_model"), "no 'no_such_model'"),
         (("run", "cpu_smoke", "model.tool_call_parser=hermess"), "no 'hermess'; did you mean hermes? the engine has"),
         (("run", "cpu_smoke", "model.reasoning_parser=qwen33"), "no 'qwen33'; did you mean qwen3? the engine has"),
-        (("run", "cpu_smoke", "train.advantage.name=grp"), "train.advantage: No advantage estimator 'grp'; there are"),
+        (("run", "cpu_smoke", "train.advantage.name=grp"), "No advantage estimator 'grp', did you mean grpo?"),
         (("recipe", "check", "cpu_smoke", "train.advantage.options.baseline=x"), "train.advantage: grpo: baseline is"),
         (("run", "cpu_smoke", "train.buffer_groups=1"), "train.buffer_groups: expected at least 2"),
         (("run", "cpu_smoke", "--run", "../elsewhere"), "--run ../elsewhere: expected a name"),
