@@ -233,10 +233,17 @@ async def clear(partition: str, keys: Sequence[str], *, deadline_s: float) -> No
 
 
 async def drain_clears(timeout_s: float) -> None:
-    """Wait, at most `timeout_s`, for clears that outlived their deadline or their caller in this event loop."""
+    """Wait, at most `timeout_s`, for clears that outlived their deadline or their caller in this event loop.
+
+    For the end of a process or of the data plane: what has not ended by then never will, and is given up, because
+    TransferQueue's client must not be closed while one of its requests is under way.
+    """
     loop = asyncio.get_running_loop()
     if mine := [task for task in _clears if task.get_loop() is loop]:
-        await asyncio.wait(mine, timeout=timeout_s)
+        _, late = await asyncio.wait(mine, timeout=timeout_s)
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
 
 
 async def tags(partition: str, *, deadline_s: float) -> dict[str, dict[str, Any]]:

@@ -161,7 +161,7 @@ class Rollouts(Section):
     max_inflight_groups: Positive = 4
     """Groups whose agents run at once."""
     max_inflight_rollouts: Positive | None = None
-    """Rollouts whose agents run at once, in the order of their places; 1 makes a run repeatable to the bit, together
+    """Rollouts whose agents run at once, in the order of their places; 1 makes a run repeatable on one machine,
     with `sampling.seed_each_call` and `train.max_staleness: 0`. null: all rollouts of the groups that run."""
     timeout_s: Seconds = 180.0
     """How long one rollout may take. Longer makes it a placeholder."""
@@ -264,7 +264,10 @@ class Train(Section):
     """Number type of the trainer's passes; the weights that are updated are float32 either way. float32 shows the
     smaller delta to the sampler; bfloat16 needs less memory."""
     threads: Annotated[int, Field(ge=0)] = 0
-    """Torch threads of the trainer; 0 means all processors of this machine."""
+    """Torch threads of the trainer, shared by its ranks; 0 means all processors of this machine."""
+    ranks: Positive = 1
+    """Processes that the trainer is spread over (FSDP2), each an actor with a logical CPU of its own. More than one
+    writes no checkpoints: set `checkpoint.every: 0`."""
     max_staleness: Annotated[int, Field(ge=0)] = 1
     """How many versions a row may lag behind the weights it trains. 0 never overlaps rollouts and training."""
     clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
@@ -341,6 +344,11 @@ class Recipe(Section):
             raise ValueError(
                 f"ray.num_cpus: expected at least {needed} logical CPUs, because TransferQueue takes one for its "
                 f"controller and one for each of {self.data_plane.storage_units} storage units; got {self.ray.num_cpus}"
+            )
+        if self.train.ranks > 1 and self.checkpoint.every:
+            raise ValueError(
+                f"checkpoint.every: expected 0, because a trainer of {self.train.ranks} ranks writes no checkpoints; "
+                f"got {self.checkpoint.every}"
             )
         if self.rollouts.stall_timeout_s < self.train.sync_timeout_s:
             raise ValueError(

@@ -67,11 +67,13 @@ def test_every_command_has_help_and_a_sentence():
         (("run", "cpu_smoke", "model.path=no_such_model"), "no 'no_such_model'"),
         (("run", "cpu_smoke", "model.tool_call_parser=hermess"), "no 'hermess'; did you mean hermes? the engine has"),
         (("run", "cpu_smoke", "model.reasoning_parser=qwen33"), "no 'qwen33'; did you mean qwen3? the engine has"),
-        (("run", "cpu_smoke", "train.advantage.name=grp"), "train.advantage: No advantage estimator 'grp'; there are"),
+        (("run", "cpu_smoke", "train.advantage.name=grp"), "No advantage estimator 'grp', did you mean grpo?"),
         (("recipe", "check", "cpu_smoke", "train.advantage.options.baseline=x"), "train.advantage: grpo: baseline is"),
         (("run", "cpu_smoke", "train.buffer_groups=1"), "train.buffer_groups: expected at least 2"),
         (("run", "cpu_smoke", "--run", "../elsewhere"), "--run ../elsewhere: expected a name"),
         (("run", "no_such_recipe"), "No recipe file 'no_such_recipe'"),
+        (("serve", "cpu_smoke", "token_capture.enabled=false"), "nothing to serve it for then; set it to true"),
+        (("serve", "cpu_smoke", "ray.num_cpus=4", "finalizer.actors=2"), "ray.num_cpus 4, 6 actors"),
         (("recipe", "check", "cpu_smoke", "environment.name=x"), "no environment 'x'"),
         (("recipe", "show", "cpu_smoke", "x"), "expected key=value"),
     ],
@@ -100,7 +102,7 @@ def test_recipe_show_gives_yaml_that_is_a_recipe_again(tmp_path):
 
 
 def test_recipe_check_passes_every_shipped_recipe():
-    for name in ("cpu_smollm2", "cpu_smoke", "cpu_misbehave"):
+    for name in ("cpu_smollm2", "cpu_smoke", "cpu_misbehave", "serve_smollm2"):
         assert workbench("recipe", "check", name).stdout == f"{name}: good\n"
 
 

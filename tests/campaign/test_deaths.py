@@ -23,7 +23,7 @@ from workbench.campaign.verify_run import verify_run
 from workbench.capture.staging import TransferQueueSink
 from workbench.errors import ComponentDied
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(420)]
 
 ENDS_WITHIN_S = 60.0 if REAL_DEADLINES else 45.0
 """Short deadlines are a few seconds each; the rest is for slow machines. A wait without an end fails here."""
@@ -89,7 +89,8 @@ def lateness_of_threads() -> Iterator[list[float]]:
 
 
 async def test_a_killed_finalizer_is_replaced_and_the_run_ends_whole(own_plane: Any, tmp_path: Path) -> None:
-    recipe = scripted_recipe(tmp_path, "train.steps=3", "train.groups_per_step=3")
+    # The only one there is, so that the run cannot end before it has been replaced.
+    recipe = scripted_recipe(tmp_path, "train.steps=3", "train.groups_per_step=3", "finalizer.actors=1")
     async with Running(recipe, tmp_path / "run") as running:
         with lateness_of_threads() as machine:
             await running.until(lambda: running.events("started"))
@@ -99,19 +100,16 @@ async def test_a_killed_finalizer_is_replaced_and_the_run_ends_whole(own_plane: 
             for call in ("c0", "c1"):
                 await TransferQueueSink(10.0).stage_async(Chain("run.999.0.0").call(call_id=call))
             # Stopped first, so that it is certain to have a group in hand when it is killed.
-            pids = [running.pids[f"finalizer {number}"] for number in range(2)]
-            for pid in pids:
-                os.kill(pid, signal.SIGSTOP)
-            members = running.fleet.finalizers._members
-            number = (await running.until(lambda: next((m for m in members if m.in_hand), None))).number
-            os.kill(pids[number], signal.SIGKILL)
-            os.kill(pids[1 - number], signal.SIGCONT)
+            os.kill(running.pids["finalizer 0"], signal.SIGSTOP)
+            (member,) = running.fleet.finalizers._members
+            await running.until(lambda: member.in_hand)
+            os.kill(running.pids["finalizer 0"], signal.SIGKILL)
             await running.until(lambda: running.events("finalizer_replaced"))
             await running.look()
             result = await asyncio.wait_for(running.task, 150)
     assert (result.steps, result.weight_version, result.groups_replaced) == (3, 3, 0)
     (lost,) = running.events("finalizer_lost")
-    assert lost["finalizer"] == number and lost["in_hand"]
+    assert lost["in_hand"]
     assert {event["group_id"] for event in running.events("group_reconciled")} == set(lost["in_hand"])
 
     run = runs.open(tmp_path / "run")

@@ -112,14 +112,6 @@ class BetweenCoroutines(RuleBasedStateMachine):
         self.tasks[group].cancel()
         self._settle()
 
-    @rule(group=playing)
-    def remove_it(self, group):
-        gone = self.buffer.remove(group)
-        if gone is not None:
-            self._ended(group, "removed")
-            self.published -= set(gone.train_keys)
-        self._settle()
-
     @rule(count=st.integers(1, 3))
     def wait_for_a_step(self, count):
         if len(self.steps) < 3:

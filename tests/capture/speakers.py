@@ -62,4 +62,44 @@ async def speak_messages(url: str, stream: bool) -> dict[str, Any]:
         return answer.model_dump(mode="json")
 
 
-SPEAKERS: dict[str, Speaker] = {"responses": speak_responses, "messages": speak_messages}
+PARAMETERS: Any = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+TOOLS: Any = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
+CHOICES: Any = (None, "required", "auto", {"type": "function", "function": {"name": "weather"}}, "none", "required")
+
+
+async def speak_chat(url: str, stream: bool) -> dict[str, Any]:
+    """Six turns with a tool, chosen in every way that there is; calls that are cut short come as they come."""
+    async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="unused", max_retries=0) as client:
+        messages: list[Any] = [{"role": "system", "content": "Be brief."}, USER]
+        for choice in CHOICES:
+            asked: Any = {"model": "policy", "messages": messages, "tools": TOOLS}
+            asked |= {} if choice is None else {"tool_choice": choice}
+            if stream:
+                answer = await _streamed(await client.chat.completions.create(**asked, stream=True))
+            else:
+                answer = (await client.chat.completions.create(**asked)).model_dump(mode="json")
+            turn = answer["choices"][0]["message"]
+            calls = turn.get("tool_calls") or []
+            results = [{"role": "tool", "tool_call_id": call["id"], "content": "21 degrees"} for call in calls]
+            messages = [*messages, turn, *(results or [NEXT])]
+        return answer
+
+
+async def _streamed(chunks: Any) -> dict[str, Any]:
+    """The completion that a script puts together out of chunks."""
+    head: dict[str, Any] = {}
+    text, calls = "", {}
+    async for chunk in chunks:
+        head["id"] = chunk.id
+        for delta in (choice.delta for choice in chunk.choices):
+            text += delta.content or ""
+            for part in delta.tool_calls or ():
+                call = calls.setdefault(part.index, {"id": part.id, "type": "function", "function": {"arguments": ""}})
+                if part.function.name:
+                    call["function"]["name"] = part.function.name
+                call["function"]["arguments"] += part.function.arguments or ""
+    message = {"role": "assistant", "content": text or None, "tool_calls": list(calls.values()) or None}
+    return head | {"choices": [{"message": message}]}
+
+
+SPEAKERS: dict[str, Speaker] = {"responses": speak_responses, "messages": speak_messages, "chat": speak_chat}

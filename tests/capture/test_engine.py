@@ -219,7 +219,7 @@ async def test_other_dialects_are_captured_alike(worker: Worker) -> None:
         await worker.check_chain(agent, admission.model_call_id)
 
 
-@pytest.mark.parametrize("dialect", ["responses", "messages"])
+@pytest.mark.parametrize("dialect", ["responses", "messages", "chat"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_token_in_rate_after_roots_is_one_through_the_gateway(
     worker: Worker, dialect: str, stream: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -239,6 +239,16 @@ async def test_token_in_rate_after_roots_is_one_through_the_gateway(
     row = verify_and_linearize(receipt, rows)
     tail = others[-1].model_call_id
     assert row.token_ids.tolist() == worker.tap.prompts[tail] + worker.tap.sampled[tail]
+
+
+async def test_parsers_are_named_without_importing_the_engine(worker: Worker) -> None:
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    from workbench.serving import parsers, tools_as_text
+
+    assert parsers.offered("tool_call_parser") == sorted({*ToolParserManager.list_registered()} - {tools_as_text.NAME})
+    assert parsers.offered("reasoning_parser") == sorted(ReasoningParserManager.list_registered())
 
 
 def _leaves(value: Any) -> list[tuple[str, Any]]:

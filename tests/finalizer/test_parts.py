@@ -14,6 +14,8 @@ from test_group import BOS, chain, outcome, staged_of
 from workbench.errors import FinalizerError, RunStoreError
 from workbench.finalizer.group import FinalizationRequest, RolloutOutcome, assemble
 from workbench.finalizer.parts import write_group
+from workbench.finalizer.rows import pack_row
+from workbench.finalizer.stored import read_group
 from workbench.runs import schema
 from workbench.wire import Cause, ManifestFailure, RolloutReceipt, extras_digest, staged_call_digest
 
@@ -118,3 +120,19 @@ async def test_group_ids_that_are_no_file_names_and_unwritable_places_are_refuse
     (tmp_path / "calls").write_text("in the way")
     with pytest.raises((RunStoreError, OSError)):
         await write(tmp_path, [outcome(0, grown)], [grown])
+
+
+async def test_rows_come_back_as_they_were_published_with_how_their_calls_were_sampled(tmp_path):
+    warm = Chain("run.0.0.0", weight_version=2)
+    warm.call(extras={"finish_reason": "stop", "sampling": {"temperature": 0.7, "logprobs_mode": "processed_logprobs"}})
+    warm.call("c0", extras={})
+    outcomes = [outcome(0, warm, "c1", reward=0.5), RolloutOutcome(rollout_id="run.0.1.0", index=1)]
+    request = FinalizationRequest(group_id="g0", weight_version=2, rollouts=outcomes)
+    staged, _ = await staged_of(request, [warm])
+    assembly = assemble(request, staged, BOS)
+    assert assembly.rows[0].sampling == [{"temperature": 0.7, "logprobs_mode": "processed_logprobs"}, {}]
+    write_group(tmp_path, request, staged, assembly)
+    stored = read_group(tmp_path, "g0")
+    for published, again in zip(assembly.rows, stored.rows, strict=True):
+        for name, values in pack_row(published).items():
+            assert pack_row(again)[name].tobytes() == values.tobytes(), (published.rollout_id, name)

@@ -29,7 +29,7 @@ TOLD = "21 degrees"
 
 
 def call(**arguments: str) -> str:
-    return f'<tool_call>{json.dumps({"name": "weather", "arguments": arguments})}</tool_call>'
+    return f"<tool_call>{json.dumps({'name': 'weather', 'arguments': arguments})}</tool_call>"
 
 
 TURNS = (

@@ -12,10 +12,12 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from pydantic import ValidationError
 
+from workbench import recipe_schema
 from workbench.errors import ComponentDied, SetupError
 from workbench.gateway.client import ControlClient
-from workbench.gateway.process import GatewayProcess
+from workbench.gateway.process import GatewayProcess, parse_settings
 from workbench.gateway.settings import CONTROL_TOKEN
 
 SECRET = "never-to-be-seen"
@@ -62,6 +64,14 @@ async def test_starts_serves_refuses_a_second_on_its_port_and_stops(
 def test_a_wrong_setting_is_one_line_and_starts_nothing(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="prot"):
         GatewayProcess.start(settings(tmp_path, prot=3))
+
+
+def test_what_a_recipe_says_of_the_gateway_is_what_it_is_told(tmp_path: Path) -> None:
+    said = recipe_schema.Gateway(workers=4, control_open=True, client_timeout_s=7.0)
+    told = parse_settings(settings(tmp_path, **said.model_dump()))
+    assert {name: getattr(told, name) for name in recipe_schema.Gateway.model_fields} == said.model_dump()
+    with pytest.raises(ValidationError, match="workers"):
+        recipe_schema.Gateway(workers=0)
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -29,7 +29,7 @@ WITH_PARAMETERS = {
     "03_tokens_and_logprobs.ipynb": ["run", "rollout"],
     "05_receipts.ipynb": ["run", "rollout"],
     "06_grpo_by_hand.ipynb": ["run", "group"],
-    "10_campaign.ipynb": ["recipe", "overrides", "run_dir"],
+    "10_campaign.ipynb": ["recipe", "overrides", "run_dir", "resume"],
     "20_compare_arms.ipynb": ["run", "other_run", "group"],
     "30_watch_a_campaign.ipynb": ["run"],
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -77,7 +79,7 @@ def test_a_head_in_chunks_gives_the_same_values_and_gradients(model, monkeypatch
 
 def test_score_gives_every_token_after_the_first(model):
     ids = [[5, 6, 7, 8], [9, 10]]
-    scored = score(model, ids)
+    scored = score(partial(token_logprobs, model), ids)
     assert [len(values) for values in scored] == [3, 1]
     with torch.no_grad():
         plain = model(input_ids=torch.tensor([ids[0]])).logits[0].log_softmax(-1)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench import runs
-from workbench.campaign.desk import Verdict
+from workbench.campaign.desk import ReceiptAsked, Verdict, checked_group
 from workbench.campaign.desk_socket import ask
 from workbench.errors import ComponentDied, RunStoreError
 
@@ -30,8 +30,9 @@ def ask_receipt(
 ) -> list[Verdict]:
     """Have rollouts of a served run closed, verified and stored as one group.
 
-    Raises RunStoreError for a directory without a run or with one that is not served, ComponentDied where its server
-    is gone, DeadlineExceeded, and the server's own refusals as WorkbenchError.
+    Raises RunStoreError for a directory without a run or with one that is not served, SetupError for a request that
+    contradicts itself, ComponentDied where the server is gone, DeadlineExceeded, and the server's own refusals as
+    WorkbenchError.
     """
     run = runs.open(run_dir)
     status = run.status
@@ -40,9 +41,10 @@ def ask_receipt(
         raise RunStoreError(f"Run {run.name} is not served: it is a campaign's, whose rollouts have their receipts.")
     finalizer: Any = run.recipe.get("finalizer") or {}
     timeout_s = float(finalizer.get("timeout_s") or FINALIZER_TIMEOUT_S) + MORE_S
-    asked = {"rollouts": list(rollouts), "terminals": list(terminals), "rewards": list(rewards), "group": group}
+    asked = ReceiptAsked(rollouts=list(rollouts), terminals=list(terminals), rewards=list(rewards), group=group)
+    checked_group(asked)
     try:
-        answer = ask(desk, asked, timeout_s)
+        answer = ask(desk, asked.model_dump(), timeout_s)
     except ConnectionError as error:
         raise ComponentDied(
             f"The server of run {run.name} is gone ({error}), and with it the tokens of rollouts that had no receipt. "

@@ -133,6 +133,26 @@ def receipt(
 
 @main.command()
 @click.argument("run_dir", metavar="RUN")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+def resume(run_dir: str, overrides: tuple[str, ...]) -> None:
+    """Go on with a run that was stopped or killed, from its records.
+
+    KEY=VALUE may change how far it goes (train.steps), deadlines, and what the machine offers.
+    """
+    from workbench.campaign.doctor import before_a_run
+    from workbench.campaign.resume import resumable
+
+    recipe = resumable(Path(run_dir), overrides)
+    for finding in before_a_run(recipe):
+        if not finding.good:
+            raise SetupError(f"{finding.what}: {finding.found}; {finding.cure}")
+    from workbench.campaign import runner
+
+    sys.exit(runner.resume_run(recipe, Path(run_dir)))
+
+
+@main.command()
+@click.argument("run_dir", metavar="RUN")
 def report(run_dir: str) -> None:
     """Execute the notebook of a stored run again, from its records."""
     from workbench.campaign import runner

@@ -21,13 +21,15 @@ from typing import Any
 from workbench.actors import within
 from workbench.campaign.environments import make_environment
 from workbench.campaign.fleet import Fleet
+from workbench.campaign.left_off import NOTHING_YET, LeftOff, read_left_off, remove_unfinished
+from workbench.campaign.resume import catch_up
 from workbench.campaign.rollouts import RolloutPlayer
 from workbench.campaign.sampling import RolloutPump
 from workbench.campaign.state import CampaignState
 from workbench.campaign.training import TrainPump
 from workbench.config import Recipe
 from workbench.errors import SetupError, WorkbenchError
-from workbench.runs.writer import RunWriter
+from workbench.runs.writer import RunWriter, store_recipe
 from workbench.wire import check_rollout_id
 
 _LAST_LOOK_S = 3.0
@@ -48,10 +50,11 @@ class CampaignResult:
 
 
 async def run_campaign(
-    recipe: Recipe, run_dir: Path | str, *, make_fleet: Callable[..., Fleet] = Fleet
+    recipe: Recipe, run_dir: Path | str, *, resume: bool = False, make_fleet: Callable[..., Fleet] = Fleet
 ) -> CampaignResult:
     """Run `recipe` to its last step and write everything into `run_dir`.
 
+    With `resume` it goes on with the stopped run in `run_dir`; `recipe` comes from `resume.resumable` then.
     `make_fleet` is for tests, which run the same campaign on a scripted engine.
     Raises SetupError before anything heavy starts, DeadlineExceeded or ComponentDied naming the part at fault
     later; the run store is closed with the true status either way.
@@ -59,14 +62,16 @@ async def run_campaign(
     run_dir = Path(run_dir)
     check_rollout_id(f"{run_dir.name}.0.0.0")
     run_dir.mkdir(parents=True, exist_ok=True)
-    if (run_dir / "steps.jsonl").exists():
+    if not resume and (run_dir / "steps.jsonl").exists():
         raise SetupError(f"{run_dir} already holds a run. Next: choose another name (--run NAME), or move it away.")
     with RunWriter(run_dir) as writer:
-        writer.status(status="running", phase="set-up", run=run_dir.name)
+        left = _take_over(run_dir, writer) if resume else NOTHING_YET
+        writer.status(status="running", phase="set-up", run=run_dir.name, resumed=left.segments)
+        store_recipe(run_dir, recipe.model_dump(mode="json"))
         try:
             on_phase = partial(_say_phase, writer)
             async with make_fleet(recipe, run_dir, on_phase=on_phase, report=writer.event) as fleet:
-                result = await Campaign(recipe, fleet, writer).run()
+                result = await Campaign(recipe, fleet, writer).run(left)
         except (asyncio.CancelledError, KeyboardInterrupt):
             writer.event("stopped", reason="interrupted")
             writer.status(status="killed", phase="stopped", error="interrupted")
@@ -89,8 +94,11 @@ class Campaign:
         self.environment = make_environment(recipe)
         self.state = CampaignState.begin(recipe, fleet, writer)
 
-    async def run(self) -> CampaignResult:
-        """Run to the last step. Raises what ended it before: one plain error, whatever failed at the same time."""
+    async def run(self, left: LeftOff = NOTHING_YET) -> CampaignResult:
+        """Run to the last step, from where a stopped run was `left` off.
+
+        Raises what ended it before: one plain error, whatever failed at the same time.
+        """
         recipe, state = self.recipe, self.state
         self.writer.event("started", timings_s=self.fleet.timings_s, probe=self.fleet.probe)
         player = RolloutPlayer(
@@ -104,7 +112,10 @@ class Campaign:
         )
         failure: BaseException | None = None
         try:
-            await self._run_pumps(RolloutPump(state, player, self.environment), TrainPump(state))
+            training = TrainPump(state, left.steps_done)
+            if left.segments:
+                await catch_up(state, training, left)
+            await self._run_pumps(RolloutPump(state, player, self.environment, left), training)
             await self._sweep_up()
         except BaseExceptionGroup as group:
             failure = _first_cause(group)
@@ -159,6 +170,14 @@ class Campaign:
             await asyncio.sleep(0.1)
         left = await self.state.sweeper.finish(timeout_s)
         self.writer.event("swept", cleared=self.state.sweeper.swept, left=left)
+
+
+def _take_over(run_dir: Path, writer: RunWriter) -> LeftOff:
+    """Where the run stood, now that nobody else writes it; its unfinished parts make room for new attempts."""
+    left = read_left_off(run_dir)
+    if removed := remove_unfinished(left):
+        writer.event("unfinished_removed", files=removed)
+    return left
 
 
 def _say_phase(writer: RunWriter, phase: str) -> None:

@@ -92,10 +92,10 @@ class ReceiptDesk:
         except ValidationError as error:
             first = error.errors()[0]
             raise SetupError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-        group_id = _checked(asked)
+        group_id = checked_group(asked)
         async with self._turn:
-            for rollout_id in asked.rollouts:
-                await self._check_open(rollout_id)
+            for index, rollout_id in enumerate(asked.rollouts):
+                await self._check_open(rollout_id, asked.terminals[index] if asked.terminals else None)
             if group_id in self.finalised.values():
                 raise RunStoreError(f"Group {group_id} is stored already. Next: choose another --group.")
             outcomes, receipts = [], []
@@ -114,7 +114,7 @@ class ReceiptDesk:
             self._writer.event("receipt", **verdict.model_dump())
         return {"verdicts": [verdict.model_dump() for verdict in verdicts]}
 
-    async def _check_open(self, rollout_id: str) -> None:
+    async def _check_open(self, rollout_id: str, terminal: str | None) -> None:
         if rollout_id in self.finalised:
             raise RunStoreError(
                 f"Rollout {rollout_id} has its receipt already (group {self.finalised[rollout_id]}); it is given once. "
@@ -125,6 +125,13 @@ class ReceiptDesk:
             known = self.open_rollouts()
             some = f"{', '.join(known[:_SHOWN])}{', …' if len(known) > _SHOWN else ''}" if known else "none yet"
             raise RunStoreError(f"Rollout {rollout_id} has no call in this run; without a receipt there are: {some}")
+        responses = [record.response_id for record in manifest.records]
+        named = None if terminal is None else response_id_of(manifest.records, terminal)
+        if named is not None and named not in responses and not manifest.failures:
+            # Every call was captured, so this can only be a slip, and a receipt is for good.
+            raise RunStoreError(
+                f"--terminal {terminal} names no call of rollout {rollout_id}; its last response is {responses[-1]}"
+            )
 
     async def _close(self, index: int, rollout_id: str, asked: ReceiptAsked) -> RolloutOutcome:
         closed = await self._control.freeze(rollout_id)
@@ -153,8 +160,8 @@ def response_id_of(records: Sequence[CallRecord], named: str) -> str:
     return calls[0].response_id if len(calls) == 1 else named
 
 
-def _checked(asked: ReceiptAsked) -> str:
-    """The group's id. Raises SetupError (or WireError) for what cannot be meant."""
+def checked_group(asked: ReceiptAsked) -> str:
+    """The group's id. Raises SetupError, or WireError for an id that is none, for what cannot be meant."""
     many = len(asked.rollouts)
     for rollout_id in asked.rollouts:
         check_rollout_id(rollout_id)

@@ -28,7 +28,7 @@ from workbench.campaign.doctor import before_a_run
 from workbench.campaign.proof import SyncProof, proof_ids, prove_weights
 from workbench.campaign.watch import Heartbeat
 from workbench.config import Recipe
-from workbench.errors import SetupError
+from workbench.errors import ComponentDied, SetupError
 from workbench.finalizer.pool import FinalizerPool
 from workbench.gateway.client import ControlClient
 from workbench.gateway.process import GatewayProcess
@@ -38,6 +38,7 @@ from workbench.places import make_ray_directory
 CONTROL_TOKEN = "WORKBENCH_CONTROL_TOKEN"
 WORKER_TOKEN = "WORKBENCH_WORKER_TOKEN"
 WORKER_CONCURRENCY = 64
+HURRIED_S = 2.0
 # Fetch, publish, clear: together they end before the controller stops waiting, so that the one at fault is named.
 FINALIZER_REQUESTS = 4
 
@@ -71,6 +72,8 @@ class Fleet:
         self.timings_s: dict[str, float] = {}
         self.probe: dict[str, Any] = {}
         self._on_phase = on_phase
+        self._patience_s = recipe.deadlines.stop_s / 2
+        """How long a part may take to stop itself before it is killed."""
         self._stops: list[tuple[str, Callable[[], Awaitable[None]]]] = []
 
     async def __aenter__(self) -> Fleet:
@@ -81,7 +84,10 @@ class Fleet:
             raise
         return self
 
-    async def __aexit__(self, *exc_info: object) -> None:
+    async def __aexit__(self, exc_type: object, error: BaseException | None, *_: object) -> None:
+        if isinstance(error, ComponentDied):
+            # The others may be waiting for the dead one; what they have to say is not worth a deadline each.
+            self._patience_s = min(self._patience_s, HURRIED_S)
         await self._stop()
 
     async def _start(self) -> None:
@@ -139,7 +145,12 @@ class Fleet:
                 options["runtime_env"]["py_executable"] = dataplane.interpreter()
             else:
                 options |= {"address": recipe.ray.address}
-            ray.init(**options)
+            try:
+                ray.init(**options)
+            except Exception as error:
+                # Its own processes get 30 s from Ray, whatever we would give them, and then a bare Exception.
+                said = " ".join(str(error).split()) or type(error).__name__
+                raise ComponentDied(f"Ray did not start: {said} Next: try when the machine is less busy.") from error
 
         async def stop() -> None:
             await asyncio.to_thread(ray.shutdown)
@@ -152,6 +163,7 @@ class Fleet:
         plane = self.recipe.data_plane
 
         async def stop() -> None:
+            await dataplane.drain_clears(self._patience_s)
             await asyncio.to_thread(dataplane.stop)
 
         self._stops.append(("data plane", stop))
@@ -188,9 +200,7 @@ class Fleet:
             within(self.worker.start.remote(), deadline_s + 30.0, "the policy worker", "starting its engine")
         ]
         if self._training:
-            from workbench.train.trainer import TrainerActor
-
-            self.trainer = TrainerActor.options(num_cpus=1).remote(self._trainer_config(model_path))
+            self.trainer = self._make_trainer(self._trainer_config(model_path))
             self._stops.append(("trainer", self._actor_stop(self.trainer)))
             waits.append(within(self.trainer.ready.remote(), deadline_s, "the trainer", "loading the model"))
         self.finalizers = finalizers = FinalizerPool(
@@ -202,7 +212,7 @@ class Fleet:
             replace_timeout_s=recipe.deadlines.replace_s,
             report=self._report,
         )
-        self._stops.append(("finalizers", lambda: finalizers.stop(recipe.deadlines.stop_s / 2)))
+        self._stops.append(("finalizers", lambda: finalizers.stop(self._patience_s)))
         self.worker_url, *_ = await asyncio.gather(*waits, finalizers.start(deadline_s))
 
     def _worker_config(self, model_path: Path) -> dict[str, Any]:
@@ -240,15 +250,9 @@ class Fleet:
                 {
                     "ledger_dir": str(self.run_dir / "ledger"),
                     "worker_url": self.worker_url,
-                    "host": recipe.gateway.host,
-                    "port": recipe.gateway.port,
-                    "workers": recipe.gateway.workers,
-                    "control_open": recipe.gateway.control_open,
-                    "client_timeout_s": recipe.gateway.client_timeout_s,
+                    **recipe.gateway.model_dump(),
                     "model": "policy",
                     "sampling": recipe.sampling.model_dump(),
-                    "request_timeout_s": recipe.gateway.request_timeout_s,
-                    "max_body_bytes": recipe.gateway.max_body_bytes,
                     "capture_enabled": recipe.token_capture.enabled,
                 },
             ),
@@ -316,6 +320,15 @@ class Fleet:
             "seed": recipe.seed,
         }
 
+    def _make_trainer(self, config: dict[str, Any]) -> Any:
+        if self.recipe.train.ranks > 1:
+            from workbench.train.ranks import TrainerRanksActor
+
+            return TrainerRanksActor.options(num_cpus=1).remote(config, self.recipe.train.ranks)
+        from workbench.train.trainer import TrainerActor
+
+        return TrainerActor.options(num_cpus=1).remote(config)
+
     def _actor_stop(self, actor: Any, graceful: str | None = None) -> Callable[[], Awaitable[None]]:
         async def stop() -> None:
             import ray
@@ -324,7 +337,7 @@ class Fleet:
                 # A part that is already dead, or too stuck to stop itself, is killed below all the same.
                 with contextlib.suppress(Exception):
                     call = as_coroutine(getattr(actor, graceful).remote())
-                    await asyncio.wait_for(call, self.recipe.deadlines.stop_s / 2)
+                    await asyncio.wait_for(call, self._patience_s)
             await asyncio.to_thread(ray.kill, actor)
 
         return stop

@@ -37,7 +37,7 @@ from workbench.campaign.summary import Summary, summarise
 from workbench.errors import RunStoreError, SetupError
 from workbench.places import shipped
 from workbench.recipe_schema import RUN_NAME, Recipe
-from workbench.runs.writer import RunWriter, atomic_file
+from workbench.runs.writer import RunWriter, atomic_file, store_recipe
 
 #: How long a campaign may take to close its actors and its store after an interrupt before it is killed.
 STOP_GRACE_S = 45.0
@@ -77,7 +77,22 @@ def run_recipe(recipe_name: str, overrides: Sequence[str] = (), run_name: str | 
     recipe = load_recipe(recipe_name, list(overrides))
     resolve(recipe.model.path)
     run_dir = new_run_dir(recipe.reports.dir, run_name or recipe.name, named=run_name is not None)
-    result = run_notebook(recipe, run_dir, recipe_name=recipe_name, overrides=overrides)
+    return _tell(run_notebook(recipe, run_dir, recipe_name=recipe_name, overrides=overrides))
+
+
+def resume_run(recipe: Recipe, run_dir: Path) -> int:
+    """Go on with the stopped run in `run_dir` (see `resume.resumable`); its notebook then shows the whole run.
+
+    Prints its summary and returns the exit code.
+    """
+    stored = run_dir / "recipe.yaml"
+    store_recipe(run_dir, recipe.model_dump(mode="json"))
+    given = {"recipe": str(stored.resolve()), "overrides": [], "run_dir": str(run_dir.resolve()), "resume": True}
+    return _tell(_execute(run_dir, given, live=True))
+
+
+def _tell(result: NotebookResult) -> int:
+    """Print the summary, and on stderr what ended the run where something did; returns the exit code."""
     if result.summary is not None:
         print(result.summary.text())
     if result.exit_code:
@@ -119,8 +134,6 @@ def run_notebook(
     `recipe_name` (then with `overrides`) names the one it came from. `parameters` are further ones of the notebook.
     Raises RecipeError (unknown parameter) or SetupError (a run is already there) before anything starts.
     """
-    import yaml
-
     if (run_dir / "steps.jsonl").exists():
         raise SetupError(f"{run_dir} already holds a run. Next: choose another name (--run NAME), or move it away.")
     given = {
@@ -130,8 +143,7 @@ def run_notebook(
         **(parameters or {}),
     }
     check_parameters(notebook or shipped("notebooks") / "10_campaign.ipynb", given)
-    with atomic_file(run_dir / "recipe.yaml") as handle:
-        handle.write(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True).encode())
+    store_recipe(run_dir, recipe.model_dump(mode="json"))
     return _execute(run_dir, given, live=True, notebook=notebook)
 
 

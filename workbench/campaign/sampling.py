@@ -13,39 +13,47 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import Sequence
 from functools import partial
 
 from workbench.campaign.environments import Environment
+from workbench.campaign.left_off import NOTHING_YET, LeftOff, OpenGroup
 from workbench.campaign.rollouts import RolloutPlan, RolloutPlayer
 from workbench.campaign.state import CampaignState
-from workbench.errors import WorkbenchError
+from workbench.errors import RunStoreError, WorkbenchError
 from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome
 from workbench.finalizer.rows import clear_rows
+from workbench.finalizer.stored import read_group
 from workbench.train.buffer import Discarded
 
 
 class RolloutPump:
-    """Plays `groups_per_step` groups for every step. `next_group` is the number of the first group it starts."""
+    """Plays `groups_per_step` groups for every step.
+
+    Of a stopped run the groups that were `left` open come first: finished ones are published again, the others played.
+    """
 
     def __init__(
-        self, state: CampaignState, player: RolloutPlayer, environment: Environment, next_group: int = 0
+        self, state: CampaignState, player: RolloutPlayer, environment: Environment, left: LeftOff = NOTHING_YET
     ) -> None:
         self._state = state
         self._player = player
         self._environment = environment
-        self._next_group = next_group
+        self._steps_done = left.steps_done
+        self._left_open = deque(left.open_groups)
+        self._next_group = left.next_group
         self._slots = asyncio.Semaphore(state.recipe.rollouts.max_inflight_groups)
         at_once = state.recipe.rollouts.max_inflight_rollouts
         # First come, first served, so that one at a time are played in the order of their places.
         self._agents = asyncio.Semaphore(at_once) if at_once else contextlib.nullcontext()
 
-    async def run(self, steps_done: int = 0) -> None:
-        """Start the groups of every step after `steps_done` in order, each as soon as its staleness bound allows."""
+    async def run(self) -> None:
+        """Start the groups of all steps still to come, in order, each as soon as its staleness bound allows."""
         train = self._state.recipe.train
         async with asyncio.TaskGroup() as groups:
             self._state.supply.on_evicted = partial(self._replace, groups)
-            for step in range(steps_done + 1, train.steps + 1):
+            for step in range(self._steps_done + 1, train.steps + 1):
                 await self._state.weights.reached(step - 1 - train.max_staleness)
                 for _ in range(train.groups_per_step):
                     await self._slots.acquire()
@@ -74,26 +82,61 @@ class RolloutPump:
         """Sample and finalise one group for `step`; one that cannot be published is replaced by a fresh one."""
         try:
             while True:
-                number, self._next_group = self._next_group, self._next_group + 1
-                if await self._play_group(step, number):
+                left = self._left_open.popleft() if self._left_open else None
+                if left is not None and left.finished:
+                    published = await self._publish_again(step, left)
+                elif left is not None:
+                    published = await self._play_group(step, left.number, left.attempt)
+                else:
+                    number, self._next_group = self._next_group, self._next_group + 1
+                    published = await self._play_group(step, number)
+                if published:
                     return
                 self._state.replaced += 1
         finally:
             self._slots.release()
 
-    async def _play_group(self, step: int, number: int) -> bool:
+    async def _publish_again(self, step: int, left: OpenGroup) -> bool:
+        """Bring a group back that is stored already; nothing of it is sampled again."""
+        state = self._state
+        await state.supply.reserve(left.group_id, left.rollout_ids, left.weight_version)
+        try:
+            with state.watch.doing(left.group_id, "publishing again"):
+                stored = await asyncio.to_thread(read_group, state.fleet.run_dir, left.group_id)
+                if stored is None:
+                    raise RunStoreError(f"group {left.group_id} has lost its parts since the run was opened")
+                request = FinalizationRequest(
+                    group_id=left.group_id, weight_version=left.weight_version, rollouts=stored.outcomes
+                )
+                group = await state.fleet.finalizers.republish(request)
+        except BaseException:
+            await asyncio.shield(state.supply.abort(left.group_id))
+            raise
+        if not left.recorded:
+            self._record(step, group, None)
+        await self._commit(group, left.weight_version)
+        return True
+
+    async def _play_group(self, step: int, number: int, attempt: int = 0) -> bool:
         state, train = self._state, self._state.recipe.train
         group_id = f"g{number:05d}"
         task = self._environment.task(state.recipe.seed * 1_000_003 + number)
         plans = [
-            RolloutPlan(run=state.fleet.run_dir.name, group=number, index=index, attempt=0, task=task)
+            RolloutPlan(run=state.fleet.run_dir.name, group=number, index=index, attempt=attempt, task=task)
             for index in range(train.rollouts_per_group)
         ]
         rollout_ids = [plan.rollout_id for plan in plans]
         await state.supply.reserve(group_id, rollout_ids, state.weights.version)
         version = state.weights.version
         began = time.monotonic()
-        state.writer.event("group_started", step=step, group_id=group_id, rollout_ids=rollout_ids, task_id=task.task_id)
+        state.writer.event(
+            "group_started",
+            step=step,
+            group_id=group_id,
+            rollout_ids=rollout_ids,
+            task_id=task.task_id,
+            weight_version=version,
+        )
         try:
             with state.watch.doing(group_id, "sampling"):
                 outcomes = await self._play_all(plans)
@@ -110,10 +153,14 @@ class RolloutPump:
             state.writer.event("group_replaced", step=step, group_id=group_id, cause=group.exit_cause)
             return False
         self._record(step, group, sampled_s)
-        versions = [row.weight_version_min for row in group.rows if row.weight_version_min is not None]
-        if not await state.supply.commit(group, weight_version=min(versions, default=version)):
-            await self._clear(group.train_keys)  # evicted while it was played; another one has been started since
+        await self._commit(group, version)
         return True
+
+    async def _commit(self, group: FinalizedGroup, dispatched: int) -> None:
+        """Make the group ready; clear its rows where it was evicted meanwhile, since another one is under way then."""
+        versions = [row.weight_version_min for row in group.rows if row.weight_version_min is not None]
+        if not await self._state.supply.commit(group, weight_version=min(versions, default=dispatched)):
+            await self._clear(group.train_keys)
 
     async def _play_all(self, plans: list[RolloutPlan]) -> list[RolloutOutcome]:
         """Play the rollouts of a group side by side. When one raises, its siblings are cancelled and have ended before
@@ -132,7 +179,7 @@ class RolloutPump:
         async with self._agents:
             return await self._player.play(plan)
 
-    def _record(self, step: int, group: FinalizedGroup, sampled_s: float) -> None:
+    def _record(self, step: int, group: FinalizedGroup, sampled_s: float | None) -> None:
         writer = self._state.writer
         for row in group.rows:
             if row.cause is not None:

@@ -37,28 +37,30 @@ from workbench.runs.writer import RunWriter, atomic_file
 
 CHECK_EVERY_S = 2.0
 CHECK_TIMEOUT_S = 30.0
+_SHOWN = 5
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Stopped(Exception):
-    """A signal came; `number` is its number."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
-
-
 def serve(recipe: Recipe, run_dir: Path) -> int:
-    """Serve `recipe` into the new run directory `run_dir` until SIGINT, SIGTERM or SIGHUP; returns the exit code.
+    """Serve `recipe` into the new run directory `run_dir` until SIGINT, SIGTERM or SIGHUP; returns the exit code, 0.
 
-    0 when it was stopped while it served, 128 + the signal's number when that came before. Raises SetupError before
-    anything heavy starts, DeadlineExceeded or ComponentDied naming the part at fault later.
+    A signal that comes before it serves ends this process with 128 + its number. Raises SetupError before anything
+    heavy starts, DeadlineExceeded or ComponentDied naming the part at fault later.
     """
     mark = os.environ[MARK] = uuid.uuid4().hex
+    runner = asyncio.Runner()
     try:
-        return asyncio.run(_until_stopped(recipe, run_dir))
+        code = runner.run(_until_stopped(recipe, run_dir))
     finally:
         end_marked(mark)
+    if code:
+        # A start that was cut short has a thread in it (`ray.init`, a data plane's start) that can be neither cancelled
+        # nor waited for, and Python would wait for it. The store is closed, and nothing of the run is left.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    runner.close()
+    return code
 
 
 async def _until_stopped(recipe: Recipe, run_dir: Path) -> int:
@@ -67,18 +69,13 @@ async def _until_stopped(recipe: Recipe, run_dir: Path) -> int:
             handle.write(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True).encode())
         writer.status(status="running", phase="set-up", run=run_dir.name)
         session = _Session(recipe, run_dir, writer)
+        task = asyncio.ensure_future(session.run())
         try:
-            with _signals(asyncio.ensure_future(session.run())) as ends:
-                await ends
-        except Stopped as stop:
-            writer.event("stopped", reason=str(stop), calls=session.calls, open_rollouts=session.left_open)
-            if session.served:
-                writer.status(status="done", phase="stopped")
-                _say_goodbye(run_dir, session)
-                return 0
-            writer.status(status="killed", phase="stopped", error=f"stopped by {stop} before it served")
-            return 128 + stop.number
+            with _signals_cancel(task) as came:
+                await task
         except BaseException as error:
+            if came and isinstance(error, asyncio.CancelledError):
+                return _stopped(came[0], session, writer)
             writer.event("failed", error=type(error).__name__, message=str(error))
             writer.status(status="failed", phase="failed", error=f"{type(error).__name__}: {error}")
             raise
@@ -86,8 +83,9 @@ async def _until_stopped(recipe: Recipe, run_dir: Path) -> int:
 
 
 @contextlib.contextmanager
-def _signals(task: asyncio.Task[None]) -> Iterator[asyncio.Future[None]]:
-    """Inside, a signal cancels `task`; what is yielded then raises `Stopped` once the task has cleaned up."""
+def _signals_cancel(task: asyncio.Task[None]) -> Iterator[list[int]]:
+    """Inside, the first signal cancels `task`; yields the list of those that came. Stopping has deadlines of its own,
+    so a second one hurries nothing."""
     loop = asyncio.get_running_loop()
     came: list[int] = []
 
@@ -97,22 +95,28 @@ def _signals(task: asyncio.Task[None]) -> Iterator[asyncio.Future[None]]:
             task.cancel()
         came.append(number)
 
-    async def ends() -> None:
-        try:
-            await task
-        except asyncio.CancelledError:
-            if came:
-                raise Stopped(came[0]) from None
-            raise
-
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop, number)
-    waiting = asyncio.ensure_future(ends())
     try:
-        yield waiting
+        yield came
     finally:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
+
+
+def _stopped(number: int, session: _Session, writer: RunWriter) -> int:
+    """Close the store of a session that a signal ended; returns the exit code."""
+    name = signal.Signals(number).name
+    writer.event("stopped", reason=name, calls=session.calls, open_rollouts=session.left_open)
+    if not session.served:
+        writer.status(status="killed", phase="stopped", error=f"stopped by {name} before it served")
+        return 128 + number
+    writer.status(status="done", phase="stopped")
+    print(f"{session.calls} calls; the run: workbench inspect {session.run_dir}", file=sys.stderr)
+    if session.left_open:
+        names = ", ".join(session.left_open[:_SHOWN]) + (", …" if len(session.left_open) > _SHOWN else "")
+        print(f"without a receipt, and so without tokens now: {names}", file=sys.stderr, flush=True)
+    return 0
 
 
 class _Session:
@@ -195,13 +199,6 @@ def greeting(recipe: Recipe, run_dir: Path, url: str) -> str:
 
 def _say(text: str) -> None:
     print(text, flush=True)
-
-
-def _say_goodbye(run_dir: Path, session: _Session) -> None:
-    print(f"{session.calls} calls; the run: workbench inspect {run_dir}", file=sys.stderr)
-    if session.left_open:
-        names = ", ".join(session.left_open[:5]) + (", …" if len(session.left_open) > 5 else "")
-        print(f"without a receipt, and so without tokens now: {names}", file=sys.stderr, flush=True)
 
 
 def _keep_vocabulary(run_dir: Path, model_path: Path) -> None:

@@ -47,6 +47,8 @@ class Summary:
     on_policy_tokens: int
     mean_abs_logprob_delta_on_policy: float | None
     """Over tokens that were sampled from the very weights that then scored them: number formats alone."""
+    resumed: int
+    """How often the run was stopped and gone on with; `seconds` is about the last time only."""
     reward_first_step: float | None
     reward_last_step: float | None
     reward_rise: dict[str, Any] | None
@@ -65,6 +67,7 @@ class Summary:
         lines = [
             f"Run {self.run}: {self.status} ({_minutes(self.seconds)})",
             *([f"  error                      {self.error}"] if self.error else []),
+            *([f"  resumed                    {self.resumed} × (the time is since then)"] if self.resumed else []),
             f"  notebook                   {self.notebook}",
             f"  page                       {self.html}",
             f"  optimiser steps            {self.steps}, weight version {_dash(self.weight_version)}",
@@ -137,6 +140,7 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
         mean_abs_logprob_delta=float(abs(delta_T).mean()) if delta_T.size else None,
         on_policy_tokens=int(equal_T.size),
         mean_abs_logprob_delta_on_policy=float(abs(equal_T).mean()) if equal_T.size else None,
+        resumed=int(run.status.get("resumed") or 0),
         reward_first_step=_mean_reward(rollouts, "min"),
         reward_last_step=_mean_reward(rollouts, "max"),
         reward_rise=asdict(rise) if (rise := reward_rise(steps["reward_mean"].to_list())) else None,

@@ -18,14 +18,15 @@ from workbench.train.buffer import Entry
 
 
 class TrainPump:
-    """One optimiser step after the other."""
+    """One optimiser step after the other, after the `steps_done` of a stopped run."""
 
-    def __init__(self, state: CampaignState) -> None:
+    def __init__(self, state: CampaignState, steps_done: int = 0) -> None:
         self._state = state
+        self._steps_done = steps_done
 
-    async def run(self, steps_done: int = 0) -> None:
-        """Take every step after `steps_done`."""
-        for step in range(steps_done + 1, self._state.recipe.train.steps + 1):
+    async def run(self) -> None:
+        """Take every step that is still to come."""
+        for step in range(self._steps_done + 1, self._state.recipe.train.steps + 1):
             await self._step(step)
 
     async def _step(self, step: int) -> None:
@@ -49,18 +50,18 @@ class TrainPump:
             synced = await state.weights.advance(step)
         measured = trained | synced | {"groups_evicted": evicted}
         self._record(step, taken, measured, waited_s=waited_s, trained_s=trained_s)
-        await self._checkpoint(step)
+        every = state.recipe.checkpoint.every
+        if every and (step % every == 0 or step == train.steps):
+            await self.checkpoint(step)
 
-    async def _checkpoint(self, step: int) -> None:
-        """Have the trainer write a checkpoint where one is due; groups are sampled meanwhile."""
+    async def checkpoint(self, step: int) -> None:
+        """Have the trainer write a checkpoint of `step`, its last one; groups are sampled meanwhile."""
         state, recipe = self._state, self._state.recipe
-        every = recipe.checkpoint.every
-        if every and (step % every == 0 or step == recipe.train.steps):
-            saving = state.fleet.trainer.save_checkpoint.remote(step, recipe.checkpoint.keep)
-            with state.watch.doing(f"step {step}", "checkpoint"):
-                saved = await within(saving, recipe.train.timeout_s, "the trainer", f"the checkpoint of step {step}")
-            state.watch.moved()
-            state.writer.event("checkpoint", step=step, seconds=saved["seconds"])
+        saving = state.fleet.trainer.save_checkpoint.remote(step, recipe.checkpoint.keep)
+        with state.watch.doing(f"step {step}", "checkpoint"):
+            saved = await within(saving, recipe.train.timeout_s, "the trainer", f"the checkpoint of step {step}")
+        state.watch.moved()
+        state.writer.event("checkpoint", step=step, seconds=saved["seconds"])
 
     def _record(
         self, step: int, taken: list[Entry], measured: dict[str, Any], *, waited_s: float, trained_s: float

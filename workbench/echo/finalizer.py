@@ -66,9 +66,7 @@ ECHOED = "echoed"
 """`disposition` of a call in the run store that was never captured: its ids came with its response."""
 
 
-def call_rows(
-    request: FinalizationRequest, chains: Mapping[str, Sequence[EchoedCall]]
-) -> list[dict[str, Any]]:
+def call_rows(request: FinalizationRequest, chains: Mapping[str, Sequence[EchoedCall]]) -> list[dict[str, Any]]:
     """Rows of the table `calls`: each with its whole prompt and what was sampled, and the call before it as parent."""
     rows = []
     for outcome in request.rollouts:

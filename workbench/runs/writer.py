@@ -93,6 +93,14 @@ def write_lines(path: Path, rows: Sequence[Any]) -> None:
         handle.writelines(dumps(row) + b"\n" for row in rows)
 
 
+def store_recipe(run_dir: Path, values: Mapping[str, Any]) -> None:
+    """Write `recipe.yaml`: the resolved recipe of the run, every value of it."""
+    import yaml
+
+    with atomic_file(run_dir / "recipe.yaml") as handle:
+        handle.write(yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True).encode())
+
+
 class RunWriter:
     """Appends a campaign's events, steps and groups, and replaces its status; safe to call from several threads.
 

@@ -163,10 +163,13 @@ def _not_first(mask: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def score(model: PreTrainedModel, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Log-prob of every token after the first, at temperature 1, one list a row."""
+def score(
+    logprobs_of: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor], token_ids: Sequence[Sequence[int]]
+) -> list[list[float]]:
+    """Log-prob of every token after the first, at temperature 1, one list a row. `logprobs_of` is `token_logprobs` of
+    a model: (ids, mask, temperature) to log-probs."""
     out = []
     for row in token_ids:
         ids = torch.tensor([list(row)], dtype=torch.int64)
-        out.append(token_logprobs(model, ids, torch.ones_like(ids, dtype=torch.bool))[0, 1:].tolist())
+        out.append(logprobs_of(ids, torch.ones_like(ids, dtype=torch.bool), 1.0)[0, 1:].tolist())
     return out

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from torch.distributed.tensor import DTensor
 
 from workbench.errors import TrainerError
 from workbench.models import resolve
@@ -65,12 +66,15 @@ class Trainer:
         if self.config.kl_coef:
             self._reference = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=DTYPES[self.config.dtype])
             self._reference.eval().requires_grad_(False)
-        self._weights: Sequence[torch.Tensor] = (
-            self._split_precision() if self.config.dtype == "bfloat16" else list(self.model.parameters())
-        )
+        self._loss_scale = 1.0
+        self._weights: Sequence[torch.Tensor] = self._hold()
         self._optimizer = torch.optim.AdamW(
             self._weights, lr=self.config.learning_rate, weight_decay=self.config.weight_decay, fused=True
         )
+
+    def _hold(self) -> list[torch.Tensor]:
+        """The float32 weights that are updated, in the order of the model's parameters."""
+        return self._split_precision() if self.config.dtype == "bfloat16" else list(self.model.parameters())
 
     def _split_precision(self) -> list[torch.Tensor]:
         """Make the model a bfloat16 copy of the float32 weights returned; its gradients move to them as they appear."""
@@ -106,9 +110,11 @@ class Trainer:
         fetched = time.monotonic()
         metrics, part = self.step_on(step, rows)
         trained = time.monotonic()
-        write_part(self.run_dir / "train" / f"step-{step}.parquet", "train", part)
+        if self._keeps_records():
+            write_part(self.run_dir / "train" / f"step-{step}.parquet", "train", part)
         stored = time.monotonic()
-        self._clear(train_keys)
+        if self._keeps_records():
+            self._clear(train_keys)
         return metrics | {
             "fetch_s": fetched - clock,
             "store_s": stored - trained,
@@ -159,10 +165,11 @@ class Trainer:
         trainer_NT = [np.zeros(len(row.token_ids), dtype=np.float32) for row in rows]
         self._zero_grad()
         loss_sum = kl_sum = 0.0
-        for batch in batches:
+        for batch in self._mine(batches):
             loss, kl = self._backward_one(batch, ballot, max(planned, 1), trainer_NT)
             loss_sum += loss
             kl_sum += kl * int(batch.loss_mask.sum())
+        loss_sum, kl_sum = self._pool(batches, trainer_NT, ballot, (loss_sum, kl_sum))
         # Known only now: what is averaged over. Sums were divided by what was planned.
         kept = self._count(ballot)
         if 0 < kept < planned:
@@ -194,7 +201,7 @@ class Trainer:
         config = self.config
         # One row alone that is longer than the bound: without its layers' activations it does not exhaust memory.
         with recomputed_layers(self.model, batch.ids.numel() > config.micro_batch_tokens):
-            logprobs = token_logprobs(self.model, batch.ids, batch.scored, batch.temperatures)
+            logprobs = self._token_logprobs(batch.ids, batch.scored, batch.temperatures)
         own = logprobs.detach().numpy()
         for place, length, values_T in zip(batch.positions, batch.lengths, own, strict=True):
             trainer_NT[place][:length] = values_T[:length]
@@ -209,7 +216,7 @@ class Trainer:
             reduction=config.reduction, kl_estimator=config.kl_estimator, constant_tokens=config.constant_tokens,
             normalizer=float(normalizer),
         )  # fmt: skip
-        loss.backward()
+        (loss * self._loss_scale).backward()
         return float(loss.detach()), metrics.get("kl_penalty") or 0.0
 
     def _leave_out_disagreeing(self, batch: MicroBatch, ballot: Ballot, own: np.ndarray) -> None:
@@ -239,7 +246,8 @@ class Trainer:
 
     def _apply(self, step: int) -> float:
         """Clip, AdamW step, refresh the bfloat16 copy. Returns the gradient norm before clipping."""
-        norm = float(torch.nn.utils.clip_grad_norm_(self._weights, self.config.max_grad_norm))
+        total = torch.nn.utils.clip_grad_norm_(self._weights, self.config.max_grad_norm)
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
         if not math.isfinite(norm):
             raise TrainerError(
                 f"Step {step}: the gradient norm is {norm}; no weight was changed. Look at the largest |delta| of the "
@@ -258,8 +266,10 @@ class Trainer:
 
     def publish(self, version: int) -> str:
         """Write `weights/v<version>` below the run directory for the engine; the last two stay. Returns the folder."""
-        dtype = DTYPES[self.config.publish_dtype]
-        return str(publish(self.float32_weights(), self.model_path, self.run_dir / "weights", version, dtype))
+        weights, directory = self.float32_weights(), self.run_dir / "weights"
+        if self._keeps_records():
+            publish(weights, self.model_path, directory, version, DTYPES[self.config.publish_dtype])
+        return str(directory / f"v{version}")
 
     def save_checkpoint(self, step: int, keep: int) -> dict[str, Any]:
         """Write `checkpoints/step-<step>`; the last `keep` stay. Returns its `path` and the `seconds` it took."""
@@ -303,7 +313,25 @@ class Trainer:
 
     def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-prob of every token after the first at temperature 1, one list a row; what the engine must agree with."""
-        return score(self.model, token_ids)
+        return score(self._token_logprobs, token_ids)
+
+    # What a rank of several does otherwise (ranks).
+
+    def _token_logprobs(self, ids: torch.Tensor, mask: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
+        return token_logprobs(self.model, ids, mask, temperature)
+
+    def _mine(self, batches: Sequence[MicroBatch]) -> Sequence[MicroBatch]:
+        """The micro-batches that are run here."""
+        return batches
+
+    def _pool(
+        self, batches: Sequence[MicroBatch], trainer_NT: list[np.ndarray], ballot: Ballot, sums: tuple[float, float]
+    ) -> tuple[float, float]:
+        """Put together what was computed elsewhere: log-probs and ballot in place, sums of loss and KL returned."""
+        return sums
+
+    def _keeps_records(self) -> bool:
+        return True
 
 
 TrainerActor = ray.remote(Trainer)

@@ -1,0 +1,158 @@
+"""Serving without Ray: the desk's socket, what `--terminal` means, the lines of calls, a start that is cut short."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workbench import runs
+from workbench.campaign import desk_socket
+from workbench.campaign.call_lines import CallLines, Facts
+from workbench.campaign.desk import response_id_of
+from workbench.errors import DeadlineExceeded, SetupError, WorkbenchError
+from workbench.ledger import LedgerStore
+from workbench.wire import CallRecord, RolloutCommit
+
+
+async def test_an_answer_or_the_line_of_an_error_comes_back_with_its_exit_code() -> None:
+    async def handle(request: dict[str, Any]) -> dict[str, Any]:
+        if request["do"] == "refuse":
+            raise SetupError("not like that")
+        if request["do"] == "fail":
+            raise ZeroDivisionError("oh")
+        return {"said": request["do"]}
+
+    async with desk_socket.listening(handle) as path:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        long = "ä" * 100_000
+        assert await asyncio.to_thread(desk_socket.ask, str(path), {"do": long}, 5.0) == {"said": long}
+        for do, says, code in (("refuse", "not like that", 2), ("fail", "ZeroDivisionError: oh", 1)):
+            with pytest.raises(WorkbenchError, match=says) as refused:
+                await asyncio.to_thread(desk_socket.ask, str(path), {"do": do}, 5.0)
+            assert refused.value.exit_code == code
+        for line in (b"no json\n", b"[1]\n"):
+            reader, writer = await asyncio.open_unix_connection(path)
+            writer.write(line)
+            assert b"Expected one JSON" in await asyncio.wait_for(reader.readline(), 5.0)
+            writer.close()
+    with pytest.raises(ConnectionError):
+        await asyncio.to_thread(desk_socket.ask, str(path), {"do": "x"}, 5.0)
+    assert not path.parent.exists()
+
+
+async def test_a_server_that_does_not_answer_is_a_deadline() -> None:
+    async def never(request: dict[str, Any]) -> dict[str, Any]:
+        await asyncio.Event().wait()
+        return {}
+
+    async with desk_socket.listening(never) as path:
+        with pytest.raises(DeadlineExceeded, match=r"within 0\.2 s"):
+            await asyncio.to_thread(desk_socket.ask, str(path), {}, 0.2)
+
+
+def record(call_id: str, parent: CallRecord | None = None) -> CallRecord:
+    before = parent.cum_len if parent else 0
+    return CallRecord(
+        model_call_id=call_id,
+        parent_call_id=parent.model_call_id if parent else None,
+        mode="token_in" if parent else "text",
+        prev_len=before,
+        delta_len=7,
+        cum_len=before + 7,
+        weight_version=0,
+        digest="1" * 64,
+        extras_digest="2" * 64,
+        chain_hash="3" * 64,
+        cumulative_hash=("4" if parent else "5") * 64,
+        staging_key=f"r.1/{call_id}",
+        response_id=f"chatcmpl-{call_id}",
+        admitted_at=1.0,
+        fingerprint_version=2,
+    )
+
+
+def test_a_terminal_is_named_by_its_response_its_call_or_the_beginning_of_that() -> None:
+    records = [record("abc1"), record("abc2"), record("ffff")]
+    assert response_id_of(records, "chatcmpl-abc2") == "chatcmpl-abc2"
+    assert response_id_of(records, "abc1") == "chatcmpl-abc1"
+    assert response_id_of(records, "ff") == "chatcmpl-ffff"
+    # What names none, or several, is left as it is: the receipt then says that it was not captured.
+    assert response_id_of(records, "abc") == "abc"
+    assert response_id_of(records, "nobody") == "nobody"
+
+
+async def test_every_call_has_one_line_with_its_parent_or_its_cause(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path / "ledger")
+    shown: list[str] = []
+
+    async def facts(call_ids: Sequence[str]) -> Facts:
+        return {call_id: {"sampled_tokens": 2, "finish_reason": "stop"} for call_id in call_ids if call_id != "second"}
+
+    lines = CallLines(store.directory, facts, shown.append)
+    await lines.look()
+    user = {"role": "user", "content": "hi"}
+    said = {"role": "assistant", "content": "ho"}
+    first = record("first")
+    store.record(RolloutCommit(rollout_id="r.1", record=first, staging_chain=[first.staging_key]), [user], [said])
+    await lines.look()
+    second = record("second", first)
+    chain = [first.staging_key, second.staging_key]
+    store.record(RolloutCommit(rollout_id="r.1", record=second, staging_chain=chain), [user, said, user], [said])
+    store.admit("r.1", [user, {"role": "assistant", "content": "changed"}, user], "third")
+    await lines.look()
+    await lines.look()
+    (store.directory / "r.2.lineage.jsonl").write_bytes(b"no json\n{}\n")
+    await lines.look()
+    await lines.look()
+    assert shown[:3] == [
+        "r.1  first  text  root  5 + 2 tokens  stop",
+        "r.1  second  token_in  after first  7 tokens",
+        "r.1  third  NOT CAPTURED: unresolved_parent  assistant_text_changed  nearest call second, item 1",
+    ]
+    assert len(shown) == 4 and shown[3].startswith("r.2  its ledger cannot be read")
+    assert lines.calls == 3
+
+
+STUCK_START = """
+import asyncio, sys, time
+from pathlib import Path
+from workbench.campaign.fleet import Fleet
+from workbench.campaign.serve import serve
+from workbench.config import load_recipe
+
+async def start_ray(self):
+    Path(sys.argv[1], "starting").touch()
+    await asyncio.to_thread(time.sleep, 600)
+
+Fleet._start_ray = start_ray
+serve(load_recipe("cpu_smoke"), Path(sys.argv[1], "run"))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_start_that_is_cut_short_ends_although_a_thread_of_it_does_not(tmp_path: Path, number: int) -> None:
+    process = subprocess.Popen([sys.executable, "-c", STUCK_START, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60.0
+        while not (tmp_path / "starting").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60.0)
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, said
+    name = signal.Signals(number).name
+    assert f"stopping on {name}" in said
+    campaign = runs.open(tmp_path / "run").campaign
+    assert campaign.select("state", "error").row(0) == ("interrupted", f"stopped by {name} before it served")

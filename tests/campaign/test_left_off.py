@@ -1,0 +1,164 @@
+"""Where a stopped run stood, for every state that a kill can leave; and what `workbench resume` refuses."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import orjson
+import pytest
+
+from workbench.campaign.left_off import read_left_off, remove_unfinished
+from workbench.campaign.resume import resumable
+from workbench.demo import recorded_run
+from workbench.errors import RecipeError, RunStoreError, SetupError
+from workbench.runs.frames import read_parts
+from workbench.runs.writer import RunWriter, write_part
+
+LAST = "g00003"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A finished run of four steps of one group each, g00000 to g00003, to take things away from."""
+    return shutil.copytree(recorded_run(), tmp_path / "run")
+
+
+def drop_lines(run, name, key, value):
+    path = run / f"{name}.jsonl"
+    lines = [line for line in path.read_bytes().splitlines() if orjson.loads(line).get(key) != value]
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+
+
+def untake(run, step):
+    """As if the run had been killed before the trainer took `step`."""
+    (run / "train" / f"step-{step}.parquet").unlink()
+    drop_lines(run, "steps", "step", step)
+
+
+def unfinish(run, group_id):
+    """As if it had been killed while the group's parts were being written."""
+    (run / "receipts" / f"{group_id}.jsonl").unlink()
+    drop_lines(run, "groups", "group_id", group_id)
+
+
+def test_a_finished_run_has_nothing_open(run):
+    left = read_left_off(run)
+    assert (left.steps_done, left.unrecorded, left.open_groups, left.next_group) == (4, {}, [], 4)
+    assert left.rejections.total() == 2
+
+
+def test_a_finished_group_that_no_step_took_is_waiting(run):
+    untake(run, 4)
+    left = read_left_off(run)
+    assert left.steps_done == 3
+    (waiting,) = left.open_groups
+    assert (waiting.group_id, waiting.number, waiting.finished, waiting.recorded) == (LAST, 3, True, True)
+    stored = read_parts("rows", [run / "rows" / f"{LAST}.parquet"])
+    assert waiting.rollout_ids == stored["rollout_id"].to_list()
+
+
+def test_a_stored_group_without_its_line_is_finished_all_the_same(run):
+    untake(run, 4)
+    drop_lines(run, "groups", "group_id", LAST)
+    (waiting,) = read_left_off(run).open_groups
+    assert (waiting.finished, waiting.recorded) == (True, False)
+
+
+def test_a_group_that_is_half_stored_is_sampled_again_under_ids_that_nobody_used(run):
+    untake(run, 4)
+    unfinish(run, LAST)
+    (run / "rows" / f".{LAST}.parquet.abc.tmp").touch()
+    left = read_left_off(run)
+    (again,) = left.open_groups
+    assert (again.finished, again.attempt) == (False, 1)
+    assert remove_unfinished(left) == [f"calls/{LAST}.parquet", f"rows/{LAST}.parquet", f"rows/.{LAST}.parquet.abc.tmp"]
+    assert read_left_off(run).unfinished_parts == []
+    # A later attempt that left no more than a ledger counts, too.
+    (run / "ledger" / "demo.3.1.6.lineage.jsonl").touch()
+    assert read_left_off(run).open_groups[0].attempt == 7
+
+
+def test_groups_that_were_given_up_are_not_open(run):
+    untake(run, 4)
+    untake(run, 3)
+    with RunWriter(run) as writer:
+        writer.event("group_evicted", group_id=LAST)
+        writer.event("group_started", group_id="g00004", rollout_ids=["demo.4.0.0", "demo.4.1.0"])
+        writer.event("group_replaced", group_id="g00004")
+    left = read_left_off(run)
+    assert [group.group_id for group in left.open_groups] == ["g00002"]
+    assert (left.replaced, left.evicted, left.next_group) == (1, 1, 5)
+
+
+def test_a_step_without_its_line_was_taken(run):
+    drop_lines(run, "steps", "step", 4)
+    left = read_left_off(run)
+    assert (left.steps_done, left.unrecorded) == (4, {4: [LAST]})
+
+
+def test_torn_last_lines_were_never_written(run):
+    before = read_left_off(run)
+    for name in RunWriter.FILES:
+        with (run / f"{name}.jsonl").open("ab") as file:
+            file.write(b'{"kind": "group_sta')
+    assert read_left_off(run) == before
+
+
+def swap_groups(run, step, group_id):
+    """The part of `step` as if it had been taken on another group."""
+    part = read_parts("train", [run / "train" / f"step-{step}.parquet"]).to_dict(as_series=False)
+    part["group_id"] = [group_id] * len(part["group_id"])
+    write_part(run / "train" / f"step-{step}.parquet", "train", part)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda run: (run / "train/step-2.parquet").unlink(), "train/step-2.parquet is missing, a later step is there"),
+        (lambda run: (run / "train/step-4.parquet").unlink(), "steps.jsonl has step 4, but train/step-4.parquet is"),
+        (lambda run: (run / "rows/g00001.parquet").unlink(), "groups.jsonl has group g00001, but not all of its parts"),
+        (lambda run: swap_groups(run, 3, "g00000"), "group g00000 was trained on twice, in steps 1 and 3"),
+        (lambda run: (run / "train/step-4.parquet").rename(run / "train/step-5.parquet"), "holds rows of steps [4]"),
+        (lambda run: (run / "train/step-1.parquet").write_bytes(b"PAR1"), "step-1.parquet is not a readable part"),
+        (lambda run: (run / "events.jsonl").write_bytes(b"{\n{}\n"), "events.jsonl, line 1 is not JSON"),
+    ],
+)
+def test_a_damaged_run_is_not_gone_on_with(run, damage, message):
+    damage(run)
+    with pytest.raises(RunStoreError) as caught:
+        read_left_off(run)
+    assert message in str(caught.value)
+
+
+def test_a_finished_run_goes_on_only_when_it_is_told_how_far(run):
+    with pytest.raises(SetupError, match=r"is finished, all 4 steps are taken.*train\.steps=8"):
+        resumable(run)
+    assert resumable(run, ["train.steps=6"]).train.steps == 6
+    with pytest.raises(RecipeError, match="has taken 4 steps already; got 3"):
+        resumable(run, ["train.steps=3"])
+
+
+def test_only_reach_deadlines_and_the_machine_may_change(run):
+    changes = ["train.steps=6", "train.timeout_s=5", "rollouts.max_inflight_groups=1", "checkpoint.every=1"]
+    assert resumable(run, changes).checkpoint.every == 1
+    for change in ("train.learning_rate=0.5", "environment.options.turns=4", "seed=1", "train.rollouts_per_group=8"):
+        with pytest.raises(RecipeError, match="a resumed run keeps its recipe") as caught:
+            resumable(run, ["train.steps=6", change])
+        assert str(caught.value).startswith(change.partition("=")[0].removesuffix(".turns") + ":")
+
+
+def test_what_cannot_be_resumed_is_said_in_one_line(run, tmp_path):
+    with RunWriter(run) as writer:
+        writer.status(status="running")
+        with pytest.raises(RunStoreError, match="is still running"):
+            resumable(run)
+    (run / "recipe.yaml").unlink()
+    with pytest.raises(RunStoreError, match=r"has no recipe\.yaml"):
+        resumable(run)
+    done = subprocess.run(
+        [sys.executable, "-m", "workbench.campaign.cli", "resume", str(tmp_path)], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"workbench: No run in {tmp_path}") and done.stderr.count("\n") == 1

@@ -1,0 +1,101 @@
+"""Ranks: two processes, each with half of every weight, take the steps that one takes."""
+
+from __future__ import annotations
+
+import socket
+
+import numpy as np
+import pytest
+import torch
+import torch.multiprocessing as processes
+from train.samples import MemoryRows, row
+
+from workbench.config import load_recipe
+from workbench.errors import RecipeError
+from workbench.train import Trainer
+
+SETTINGS = {"learning_rate": 1e-3, "micro_batch_tokens": 50, "threads": 2, "kl_coef": 0.05, "max_mult_prob_error": 1e6}
+
+
+def batch(step):
+    """Nine rows in three groups, one of them longer than a micro-batch, one a placeholder: unequal shares for two."""
+    rows = [row(10 * step + i, 12 + 3 * i, sampled=slice(4, 12 + 2 * i), reward=float(i % 3), valid=i != 4, size=3)
+            for i in range(8)]  # fmt: skip
+    return [*rows, row(10 * step + 8, 90, sampled=slice(30, 90), reward=1.0, size=3)]
+
+
+def one_rank(rank, ranks, port, model, folder):
+    from workbench.train.ranks import RankTrainer
+
+    rows = {step: batch(step) for step in (1, 2)}
+    source = MemoryRows([item for part in rows.values() for item in part])
+    config = SETTINGS | {"model_path": model, "run_dir": folder, "publish_dtype": "float32"}
+    trainer = RankTrainer(config, rank, ranks, f"tcp://127.0.0.1:{port}", source)
+    metrics = [trainer.train_step(step, [item.rollout_id for item in rows[step]]) for step in (1, 2)]
+    trainer.publish(2)
+    scored = trainer.score([[5, 6, 7, 8]])
+    if rank == 0:
+        assert not source.rows
+        torch.save({"metrics": metrics, "scored": scored}, f"{folder}/answer.pt")
+    trainer.leave()
+
+
+@pytest.mark.timeout(400)  # two processes that each import torch and transformers, on whatever machine
+def test_two_ranks_take_the_step_that_one_takes(tiny_model, tmp_path):
+    from safetensors.torch import load_file
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    (tmp_path / "two").mkdir()
+    processes.spawn(one_rank, args=(2, port, str(tiny_model), str(tmp_path / "two")), nprocs=2)
+    two = torch.load(tmp_path / "two" / "answer.pt", weights_only=True)
+
+    alone = Trainer(SETTINGS | {"model_path": str(tiny_model), "run_dir": str(tmp_path / "one")}, MemoryRows([]))
+    before = {name: weight.clone() for name, weight in alone.float32_weights().items()}
+    for step, theirs in zip((1, 2), two["metrics"], strict=True):
+        ours, part = alone.step_on(step, batch(step))
+        for name in ("loss", "grad_norm", "kl_penalty", "token_mult_prob_error", "reward_mean"):
+            assert theirs[name] == pytest.approx(ours[name], rel=1e-4, abs=1e-7), name
+        assert (theirs["loss_tokens"], theirs["micro_batches"]) == (ours["loss_tokens"], ours["micro_batches"])
+        assert ours["micro_batches"] % 2 == 1, "an even number would leave no rank without a share"
+    import polars as pl
+
+    stored = pl.read_parquet(tmp_path / "two" / "train" / "step-2.parquet")
+    for recorded, own in zip(stored["trainer_logprobs"], part["trainer_logprobs"], strict=True):
+        np.testing.assert_allclose(np.array(recorded), own, atol=2e-4)
+    published = load_file(tmp_path / "two" / "weights" / "v2" / "model.safetensors")
+    for name, weight in alone.float32_weights().items():
+        moved, difference = (weight - before[name]).norm(), (published[name] - weight).norm()
+        assert moved > 0 and difference < 1e-2 * moved, name
+    assert two["scored"][0] == pytest.approx(alone.score([[5, 6, 7, 8]])[0], abs=1e-3)
+
+
+def test_several_ranks_and_checkpoints_are_refused_together():
+    with pytest.raises(RecipeError, match=r"checkpoint\.every: expected 0"):
+        load_recipe("cpu_smoke", ["train.ranks=2"])
+    assert load_recipe("cpu_smoke", ["train.ranks=2", "checkpoint.every=0"]).train.ranks == 2
+
+
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_the_ranks_are_actors_that_answer_as_one_trainer(tq, ray_cluster, tiny_model, tmp_path):
+    import asyncio
+
+    from train.test_train_rows import group_row
+
+    from workbench.finalizer.rows import publish_rows
+    from workbench.train.ranks import TrainerRanksActor
+
+    keys = asyncio.run(publish_rows([group_row(i, 12 + i, reward=float(i)) for i in range(4)], 0))
+    settings = {"model_path": str(tiny_model), "run_dir": str(tmp_path), "threads": 2, "micro_batch_tokens": 20}
+    actor = TrainerRanksActor.options(num_cpus=1).remote(settings, 2)
+    try:
+        assert ray_cluster.get(actor.ready.remote(), timeout=200)["ranks"] == 2
+        metrics = ray_cluster.get(actor.train_step.remote(1, keys), timeout=60)
+        assert (metrics["rows"], metrics["optimizer_stepped"]) == (4, 1)
+        assert (tmp_path / "train" / "step-1.parquet").is_file()
+        assert ray_cluster.get(actor.publish.remote(1), timeout=60) == str(tmp_path / "weights" / "v1")
+        assert not set(keys) & set(asyncio.run(tq.tags("train", deadline_s=20.0)))
+    finally:
+        ray_cluster.kill(actor)
