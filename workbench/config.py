@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from workbench.errors import RecipeError
+from workbench.nearest import did_you_mean
 from workbench.places import shipped
 from workbench.recipe_schema import MISSING, Recipe
 
@@ -123,9 +124,8 @@ def _find(path_or_name: str | Path) -> Path:
         if named.is_file():
             return named
     names = sorted(file.stem for file in directory.glob("*.yaml"))
-    near = difflib.get_close_matches(path.stem, names, n=1)
-    hint = f", did you mean {near[0]}?" if near else ""
-    raise RecipeError(f"No recipe file {str(path)!r}{hint}; shipped recipes: {', '.join(names)}")
+    hint = did_you_mean(path.stem, names)
+    raise RecipeError(f"No recipe file {str(path)!r}{hint} Shipped recipes: {', '.join(names)}")
 
 
 def _ancestry(path: Path, seen: tuple[Path, ...]) -> list[_Layer]:
@@ -217,7 +217,7 @@ def _check_keys(values: Any, schema: type[BaseModel], origin: str, prefix: str =
         if field is None:
             near = _nearest(str(key), prefix, schema)
             raise RecipeError(
-                f"{origin}: unknown key {prefix}{key}{near}; allowed here: {', '.join(schema.model_fields)}"
+                f"{origin}: unknown key {prefix}{key}{near} Allowed here: {', '.join(schema.model_fields)}"
             )
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             _check_keys(value, field.annotation, origin, f"{prefix}{key}.")
@@ -233,10 +233,10 @@ def _all_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _nearest(word: str, prefix: str, schema: type[BaseModel]) -> str:
-    """`, did you mean …?` for a near miss in this section, or for a key that stands in another one; else nothing."""
+    """`, did you mean …?` for a near miss in this section, or for a key that stands in another one, else `.`"""
     near = [f"{prefix}{key}" for key in difflib.get_close_matches(word, list(schema.model_fields), n=1)]
     near = near or [key for key in _all_keys(Recipe) if key.rpartition(".")[2] == word][:1]
-    return f", did you mean {near[0]}?" if near else ""
+    return f", did you mean {near[0]}?" if near else "."
 
 
 def _leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -161,7 +161,7 @@ class Rollouts(Section):
     max_inflight_groups: Positive = 4
     """Groups whose agents run at once."""
     max_inflight_rollouts: Positive | None = None
-    """Rollouts whose agents run at once, in the order of their places; 1 makes a run repeatable to the bit, together
+    """Rollouts whose agents run at once, in the order of their places; 1 makes a run repeatable on one machine,
     with `sampling.seed_each_call` and `train.max_staleness: 0`. null: all rollouts of the groups that run."""
     timeout_s: Seconds = 180.0
     """How long one rollout may take. Longer makes it a placeholder."""

@@ -23,11 +23,13 @@ from pathlib import Path
 
 import pytest
 from browser_tool import ROOT, chromium_tool
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser, expect, sync_playwright
 
 from workbench.places import shipped
 
 START_TIMEOUT_S = 60.0
+# Choosing something may ask the kernel, and a shared machine takes its time; what is right is seen as soon as it is.
+expect.set_options(timeout=20_000)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -25,7 +26,9 @@ ENDS_WITHIN_S = 90.0
 class Command:
     """`workbench run` in a process of its own; `survivors()` are processes of the run that are still there."""
 
-    def __init__(self, reports: Path, *overrides: str, recipe: str = "cpu_smoke") -> None:
+    def __init__(
+        self, reports: Path, *overrides: str, recipe: str = "cpu_smoke", python_path: Sequence[str] = ()
+    ) -> None:
         models.build("tiny")
         self.run_dir = reports / "smoke"
         self._seen: dict[int, psutil.Process] = {}
@@ -35,7 +38,7 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([*python_path, *filter(None, sys.path)])},
         )
 
     def look(self) -> None:
@@ -102,6 +105,45 @@ def test_one_command_trains_and_leaves_a_notebook_and_a_run_that_verifies(tmp_pa
     secrets = [os.environ.get(name) for name in ("WORKBENCH_CONTROL_TOKEN", "WORKBENCH_WORKER_TOKEN")]
     text = "".join(path.read_text(errors="replace") for path in run_dir.glob("*.*") if path.is_file())
     assert not any(secret and secret in text for secret in secrets)
+
+
+NOBODY_IMPORTS_CAPTURE = """
+import sys
+
+class Forbidden:
+    def find_spec(self, name, path=None, target=None):
+        if name == "workbench.capture" or name.startswith("workbench.capture."):
+            raise ImportError(f"{name} is forbidden in this run")
+
+sys.meta_path.insert(0, Forbidden())
+"""
+
+
+def test_the_token_echo_arm_trains_where_capture_cannot_be_imported(tmp_path):
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(NOBODY_IMPORTS_CAPTURE)
+    command = Command(
+        tmp_path,
+        "token_capture.enabled=false",
+        "train.steps=1",
+        "environment.misbehave.stream=0.5",
+        "environment.misbehave.retry=0.3",
+        python_path=[str(site)],
+    )
+    assert command.end(STARTS_WITHIN_S + 60) == 0, command.err
+    assert command.survivors() == []
+    summary = json.loads((command.run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["weight_version"]) == ("done", 1, 1)
+    assert summary["rows_per_group"] == [4, 4] and summary["rejected"] == []
+    assert summary["token_in_rate"] == 0.0
+    assert 0 <= summary["echo_wrong_rows"] <= 8
+    run = runs.open(command.run_dir)
+    assert run.campaign["capture_enabled"].to_list() == [False]
+    assert set(run.calls["disposition"]) == {"echoed"}
+    report = verify_run(command.run_dir)
+    assert report.ok, report
+    assert not list((command.run_dir / "ledger").glob("*"))
 
 
 def test_a_killed_engine_ends_the_run_with_one_line_a_typed_error_and_nothing_left_running(tmp_path):

@@ -227,7 +227,7 @@ async def test_faults_come_in_their_shares_and_again_with_the_same_rng():
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("environment.name=gues_number", "no environment 'gues_number', did you mean guess_number?; allowed: add_up"),
+        ("environment.name=gues_number", "no environment 'gues_number', did you mean guess_number? Allowed: add_up"),
         ("environment.options.trns=3", "environment.options.trns: guess_number has no such option; allowed: turns"),
         ("environment.options.turns=x", "environment.options.turns: expected int, like 3; got 'x'"),
         ("environment.options.turns=1", "environment.options.turns: expected 2 to 16, got 1"),

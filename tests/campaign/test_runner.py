@@ -174,7 +174,7 @@ def test_a_cell_that_ignores_the_interrupt_is_killed_after_the_grace(tmp_path):
 
 
 def test_an_unknown_parameter_is_refused_with_the_nearest_one(tmp_path):
-    with pytest.raises(RecipeError, match=r"no parameter 'recipee'; did you mean 'recipe'\?"):
+    with pytest.raises(RecipeError, match=r"no parameter 'recipee', did you mean recipe\?"):
         check_parameters(shipped("notebooks") / "10_campaign.ipynb", {"recipee": "x"})
 
 

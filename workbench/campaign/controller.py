@@ -19,17 +19,20 @@ from pathlib import Path
 from typing import Any
 
 from workbench.actors import within
+from workbench.campaign.echo_rollouts import EchoPlayer
 from workbench.campaign.environments import make_environment
 from workbench.campaign.fleet import Fleet
 from workbench.campaign.left_off import NOTHING_YET, LeftOff, read_left_off, remove_unfinished
 from workbench.campaign.resume import catch_up
-from workbench.campaign.rollouts import RolloutPlayer
+from workbench.campaign.rollouts import AgentRunner, RolloutPlayer
 from workbench.campaign.sampling import RolloutPump
 from workbench.campaign.state import CampaignState
 from workbench.campaign.training import TrainPump
 from workbench.config import Recipe
+from workbench.echo.finalizer import EchoFinalizer
 from workbench.errors import SetupError, WorkbenchError
 from workbench.runs.writer import RunWriter, store_recipe
+from workbench.serving.sampling import SamplingPins
 from workbench.wire import check_rollout_id
 
 _LAST_LOOK_S = 3.0
@@ -101,15 +104,7 @@ class Campaign:
         """
         recipe, state = self.recipe, self.state
         self.writer.event("started", timings_s=self.fleet.timings_s, probe=self.fleet.probe)
-        player = RolloutPlayer(
-            gateway_url=self.fleet.gateway_url,
-            control=self.fleet.control,
-            environment=self.environment,
-            model="policy",
-            timeout_s=recipe.rollouts.timeout_s,
-            request_timeout_s=recipe.gateway.request_timeout_s,
-            seed=recipe.seed,
-        )
+        player = self._player()
         failure: BaseException | None = None
         try:
             training = TrainPump(state, left.steps_done)
@@ -140,6 +135,25 @@ class Campaign:
             loop_lag_p99_s=state.watch.loop_lag_p99_s(),
         )
         return CampaignResult(self.fleet.run_dir, recipe.train.steps, state.weights.version, state.replaced)
+
+    def _player(self) -> AgentRunner:
+        recipe, fleet, finalizers = self.recipe, self.fleet, self.fleet.finalizers
+        settings: dict[str, Any] = {
+            "gateway_url": fleet.gateway_url,
+            "environment": self.environment,
+            "model": "policy",
+            "timeout_s": recipe.rollouts.timeout_s,
+            "request_timeout_s": recipe.gateway.request_timeout_s,
+            "seed": recipe.seed,
+        }
+        if isinstance(finalizers, EchoFinalizer):
+            return EchoPlayer(
+                finalizer=finalizers,
+                sampling=SamplingPins.model_validate(recipe.sampling.model_dump()),
+                weight_version=lambda: self.state.weights.version,
+                **settings,
+            )
+        return RolloutPlayer(control=fleet.control, **settings)
 
     async def _run_pumps(self, sampling: RolloutPump, training: TrainPump) -> None:
         watch, every_s = self.state.watch, self.recipe.deadlines.heartbeat_s

@@ -28,7 +28,10 @@ from workbench.campaign.doctor import before_a_run
 from workbench.campaign.proof import SyncProof, proof_ids, prove_weights
 from workbench.campaign.watch import Heartbeat
 from workbench.config import Recipe
+from workbench.echo.finalizer import EchoFinalizer
+from workbench.echo.probe import probe_echo
 from workbench.errors import ComponentDied, SetupError
+from workbench.finalizer.bos import bos_of
 from workbench.finalizer.pool import FinalizerPool
 from workbench.gateway.client import ControlClient
 from workbench.gateway.process import GatewayProcess
@@ -46,7 +49,8 @@ FINALIZER_REQUESTS = 4
 class Fleet:
     """The running parts of one campaign. Use as `async with Fleet(recipe, run_dir) as fleet`.
 
-    After entry: `worker`, `trainer` (Ray actor handles), `finalizers` (their pool), `control` (gateway control client),
+    After entry: `worker`, `trainer` (Ray actor handles), `finalizers` (their pool, or the echo finalizer),
+    `control` (gateway control client),
     `gateway_url`, `probe` (the start-up probe's report) and `timings_s` (seconds a part took to start).
     `report(kind, **fields)` is told what happens to parts while they run.
     Without `training` there is no trainer (`trainer` is None), and nothing that only a trainer needs is asked for.
@@ -68,6 +72,7 @@ class Fleet:
         self.worker: Any = None
         self.trainer: Any = None
         self._report = report
+        self.finalizers: FinalizerPool | EchoFinalizer
         self._data_plane_actors: dict[str, Any] = {}
         self.timings_s: dict[str, float] = {}
         self.probe: dict[str, Any] = {}
@@ -102,8 +107,12 @@ class Fleet:
         await self._phase("data plane", self._start_data_plane())
         actors = "policy worker and trainer" if self._training else "policy worker"
         await self._phase(actors, self._start_actors(model_path))
-        await self._phase("probe", self._run_probe())
+        # Captured tokens are looked at in the worker, echoed ones where they arrive, behind the gateway.
+        if recipe.token_capture.enabled:
+            await self._phase("probe", self._run_probe())
         await self._phase("gateway", self._start_gateway())
+        if not recipe.token_capture.enabled:
+            await self._phase("probe", self._run_echo_probe())
 
     async def _phase(self, name: str, start: Awaitable[None]) -> None:
         self._on_phase(f"starting {name}")
@@ -182,7 +191,6 @@ class Fleet:
         self._data_plane_actors = await asyncio.to_thread(dataplane.actors, plane.storage_units)
 
     async def _start_actors(self, model_path: Path) -> None:
-        from workbench.finalizer.actor import FinalizerActor
         from workbench.serving.worker import PolicyWorker
 
         worker_class: Any = PolicyWorker
@@ -203,7 +211,21 @@ class Fleet:
             self.trainer = self._make_trainer(self._trainer_config(model_path))
             self._stops.append(("trainer", self._actor_stop(self.trainer)))
             waits.append(within(self.trainer.ready.remote(), deadline_s, "the trainer", "loading the model"))
-        self.finalizers = finalizers = FinalizerPool(
+        if recipe.token_capture.enabled:
+            self.finalizers = finalizers = self._finalizer_pool(model_path)
+            self._stops.append(("finalizers", lambda: finalizers.stop(self._patience_s)))
+            waits.append(finalizers.start(deadline_s))
+        else:
+            request_s = recipe.finalizer.timeout_s / FINALIZER_REQUESTS
+            self.finalizers = EchoFinalizer(self.run_dir, bos_of(model_path), request_s)
+        self.worker_url, *_ = await asyncio.gather(*waits)
+
+    def _finalizer_pool(self, model_path: Path) -> FinalizerPool:
+        # Only where calls are captured: without capture nothing of that package is imported.
+        from workbench.finalizer.actor import FinalizerActor
+
+        recipe = self.recipe
+        return FinalizerPool(
             lambda: FinalizerActor.options(num_cpus=1).remote(
                 str(self.run_dir), str(model_path), deadline_s=recipe.finalizer.timeout_s / FINALIZER_REQUESTS
             ),
@@ -212,8 +234,6 @@ class Fleet:
             replace_timeout_s=recipe.deadlines.replace_s,
             report=self._report,
         )
-        self._stops.append(("finalizers", lambda: finalizers.stop(self._patience_s)))
-        self.worker_url, *_ = await asyncio.gather(*waits, finalizers.start(deadline_s))
 
     def _worker_config(self, model_path: Path) -> dict[str, Any]:
         recipe = self.recipe
@@ -241,6 +261,9 @@ class Fleet:
 
     async def _run_probe(self) -> None:
         self.probe = await within(self.worker.probe.remote(), 120.0, "the policy worker", "the start-up probe")
+
+    async def _run_echo_probe(self) -> None:
+        self.probe = await within(probe_echo(self.gateway_url, "policy"), 120.0, "the gateway", "the start-up probe")
 
     async def _start_gateway(self) -> None:
         recipe = self.recipe

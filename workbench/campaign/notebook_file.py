@@ -9,7 +9,6 @@ Invariant: an executed notebook holds no widget state at all, so it opens everyw
 from __future__ import annotations
 
 import ast
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from workbench.errors import RecipeError, SetupError
+from workbench.nearest import did_you_mean
 
 Status = Literal["done", "failed", "killed"]
 MAX_BYTES = 2 * 2**20
@@ -52,8 +52,7 @@ def check_parameters(notebook: Path, parameters: Mapping[str, Any]) -> None:
     known = parameter_names(notebook)
     for name in parameters:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, known)
             raise RecipeError(f"{notebook.name} has no parameter {name!r}{hint} It has: {', '.join(known)}")
 
 

@@ -19,7 +19,7 @@ from functools import partial
 
 from workbench.campaign.environments import Environment
 from workbench.campaign.left_off import NOTHING_YET, LeftOff, OpenGroup
-from workbench.campaign.rollouts import RolloutPlan, RolloutPlayer
+from workbench.campaign.rollouts import AgentRunner, RolloutPlan
 from workbench.campaign.state import CampaignState
 from workbench.errors import RunStoreError, WorkbenchError
 from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome
@@ -35,7 +35,7 @@ class RolloutPump:
     """
 
     def __init__(
-        self, state: CampaignState, player: RolloutPlayer, environment: Environment, left: LeftOff = NOTHING_YET
+        self, state: CampaignState, player: AgentRunner, environment: Environment, left: LeftOff = NOTHING_YET
     ) -> None:
         self._state = state
         self._player = player

@@ -39,6 +39,8 @@ class Summary:
     calls: int
     token_in_rate: float | None
     token_in_rate_after_roots: float | None
+    echo_wrong_rows: int | None
+    """Token-echo arm: valid rows that are not what the engine ran at their last call. None where capture is on."""
     rejected: list[dict[str, Any]]
     proofs: list[dict[str, Any]]
     trained_tokens: int
@@ -75,6 +77,11 @@ class Summary:
             f"  rollouts                   {self.valid_rollouts} of {self.rollouts} valid, {self.calls} calls",
             f"  token_in_rate              {_dash(self.token_in_rate, '.4g')}",
             f"  token_in_rate_after_roots  {_dash(self.token_in_rate_after_roots, '.4g')}",
+            *(
+                []
+                if self.echo_wrong_rows is None
+                else [f"  token-echo arm             {self.echo_wrong_rows} of {self.valid_rollouts} valid rows wrong"]
+            ),
             f"  sampler–trainer proofs     {agreed}",
             f"  mean |Δ log-prob|          {_dash(self.mean_abs_logprob_delta, '.4f')} nat over "
             f"{self.trained_tokens:,} tokens",
@@ -124,6 +131,7 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
         calls=calls.height,
         token_in_rate=token_in / calls.height if calls.height else None,
         token_in_rate_after_roots=token_in / (calls.height - roots) if calls.height > roots else None,
+        echo_wrong_rows=None if campaign["capture_enabled"] else int(run.groups["echo_wrong_rows"].sum()),
         rejected=rollouts.filter(pl.col("cause").is_not_null())
         .sort("group_id", "index")
         .select("rollout_id", "step", "cause", "detail", "call_id", "position", "reward")

@@ -18,9 +18,10 @@ import numpy as np
 from workbench.echo.calls import EchoedCall
 from workbench.echo.rows import assemble_echo
 from workbench.errors import FinalizerError
-from workbench.finalizer.group import FinalizationRequest, FinalizedGroup
+from workbench.finalizer.group import Assembly, FinalizationRequest, FinalizedGroup
 from workbench.finalizer.parts import write_parts
 from workbench.finalizer.rows import clear_rows, publish_rows
+from workbench.runs.frames import read_parts
 
 
 class EchoFinalizer:
@@ -38,27 +39,38 @@ class EchoFinalizer:
     async def finalize(self, request: FinalizationRequest) -> FinalizedGroup:
         """Publish and store one group. Raises FinalizerError naming it, ComponentDied or DeadlineExceeded."""
         chains = {o.rollout_id: self.chains.pop(o.rollout_id, ()) for o in request.rollouts}
+        assembly, group = await self._publish(request, chains)
+        began = time.perf_counter()
+        try:
+            await asyncio.to_thread(write_parts, self._run_dir, request, call_rows(request, chains), assembly)
+        except Exception as error:
+            await clear_rows(group.train_keys, deadline_s=self._deadline_s)
+            raise FinalizerError(f"group {request.group_id} could not be stored: {error}") from error
+        group.timings_s["store"] = time.perf_counter() - began
+        return group
+
+    async def republish(self, request: FinalizationRequest) -> FinalizedGroup:
+        """Publish a group again that is stored already. Raises RunStoreError where its calls cannot be read."""
+        path = self._run_dir / "calls" / f"{request.group_id}.parquet"
+        stored = await asyncio.to_thread(read_parts, "calls", [path])
+        _, group = await self._publish(request, stored_chains(stored.to_dicts()))
+        return group
+
+    async def _publish(
+        self, request: FinalizationRequest, chains: Mapping[str, Sequence[EchoedCall]]
+    ) -> tuple[Assembly, FinalizedGroup]:
         began = time.perf_counter()
         assembly = await asyncio.to_thread(assemble_echo, request, chains, self._bos_token_id)
         verified = time.perf_counter()
         keys = await publish_rows(assembly.rows, request.weight_version, deadline_s=self._deadline_s)
-        published = time.perf_counter()
-        try:
-            await asyncio.to_thread(write_parts, self._run_dir, request, call_rows(request, chains), assembly)
-        except Exception as error:
-            await clear_rows(keys, deadline_s=self._deadline_s)
-            raise FinalizerError(f"group {request.group_id} could not be stored: {error}") from error
-        return FinalizedGroup(
+        timings_s = {"verify": verified - began, "publish": time.perf_counter() - verified}
+        return assembly, FinalizedGroup(
             group_id=request.group_id,
             weight_version=request.weight_version,
             train_keys=keys,
             rows=assembly.summaries,
             metrics=assembly.metrics,
-            timings_s={
-                "verify": verified - began,
-                "publish": published - verified,
-                "store": time.perf_counter() - published,
-            },
+            timings_s=timings_s,
         )
 
 
@@ -85,6 +97,9 @@ def call_rows(request: FinalizationRequest, chains: Mapping[str, Sequence[Echoed
                     "on_chain": True,
                     "terminal": place == len(chain) - 1,
                     "weight_version": call.weight_version,
+                    "prev_len": 0,
+                    "delta_len": int(call.ran.size),
+                    "cum_len": int(call.ran.size),
                     "carry_tokens": int(call.prompt_ids.size),
                     "sampled_tokens": int(call.sampled_ids.size),
                     "finish_reason": call.finish_reason,

@@ -13,7 +13,6 @@ Not here: what is verified (verify), what rows come out (group), which actor get
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Awaitable, Mapping, Sequence
@@ -25,7 +24,8 @@ import ray
 from workbench.capture.core import StagingSource
 from workbench.capture.staging import TransferQueueSource
 from workbench.dataplane import connect, drain_clears
-from workbench.errors import FinalizerError, SetupError, WorkbenchError
+from workbench.errors import FinalizerError, WorkbenchError
+from workbench.finalizer.bos import bos_of
 from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, assemble
 from workbench.finalizer.parts import write_group
 from workbench.finalizer.rows import Columns, GroupRow, clear_rows, publish_rows, published_rows
@@ -164,21 +164,6 @@ def _failed(group: FinalizationRequest, what: str, error: Exception) -> Workbenc
         f"group {group.group_id} ({len(group.rollouts)} rollouts) could not be {what}: {type(error).__name__}: "
         f"{error}; its staged rows are kept, finalise it again"
     )
-
-
-def bos_of(model_path: Path) -> int:
-    """BOS id of a Hugging Face model directory, else its EOS or padding id. Raises SetupError when it names none."""
-    for name in ("generation_config.json", "config.json"):
-        try:
-            config = json.loads((model_path / name).read_text())
-        except FileNotFoundError:
-            continue
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            value = config.get(key)
-            value = value[0] if isinstance(value, list) and value else value
-            if isinstance(value, int):
-                return value
-    raise SetupError(f"{model_path} names no BOS, EOS or padding token in config.json; expected a model directory")
 
 
 FinalizerActor = ray.remote(Finalizer)

@@ -81,24 +81,20 @@ class FinalizerPool:
             why = str(error)
         except ActorLost as lost:
             why = f"its finalizer was lost: {lost}"
-        try:
-            group = await self._ask("reconcile", message, group_id)
-        except ActorLost as lost:
-            error_type = ComponentDied if lost.died else DeadlineExceeded
-            raise error_type(
-                f"two finalizers in turn were lost over group {group_id} ({len(request.rollouts)} rollouts): {lost}. "
-                "Next: see whether the data plane is alive, and whether the machine has memory left; its staged rows "
-                "are kept."
-            ) from None
+        group = await self._reconcile(request, message)
         self._report("group_reconciled", group_id=group_id, because=why)
         return group
 
     async def republish(self, request: FinalizationRequest) -> FinalizedGroup:
         """Publish a group again that is stored already and whose rows went with their data plane.
 
-        Raises as `finalize` does, and ActorLost where the finalizer was lost.
+        A finalizer that is lost over it is replaced and another one asked, once. Raises as `finalize` does.
         """
-        return await self._ask("reconcile", request.model_dump(mode="json"), request.group_id)
+        message = request.model_dump(mode="json")
+        try:
+            return await self._ask("reconcile", message, request.group_id)
+        except ActorLost:
+            return await self._reconcile(request, message)
 
     async def stop(self, timeout_s: float) -> None:
         """Let every member come to an end, then kill it. Harmless for members that are dead or never came up."""
@@ -113,6 +109,17 @@ class FinalizerPool:
         )
         for actor in actors:
             await asyncio.to_thread(ray.kill, actor)
+
+    async def _reconcile(self, request: FinalizationRequest, message: dict[str, Any]) -> FinalizedGroup:
+        try:
+            return await self._ask("reconcile", message, request.group_id)
+        except ActorLost as lost:
+            error_type = ComponentDied if lost.died else DeadlineExceeded
+            raise error_type(
+                f"two finalizers in turn were lost over group {request.group_id} ({len(request.rollouts)} rollouts): "
+                f"{lost}. Next: see whether the data plane is alive, and whether the machine has memory left; its "
+                "staged rows are kept."
+            ) from None
 
     async def _ask(self, method: str, message: dict[str, Any], group_id: str) -> FinalizedGroup:
         member = await self._idlest()

@@ -199,7 +199,7 @@ def _draw_failure(ax: Axes, row: dict[str, Any], left: float, top: float) -> Non
     if row.get("detail"):
         detail = str(row["detail"])
         detail = detail if len(detail) <= 32 else detail[:31] + "…"
-        ax.text(left, top - 0.51, detail, fontsize=6.5, color=MUTED, va="top", zorder=5)
+        ax.text(left, top - 0.51, detail, fontsize=6.2, color=MUTED, va="top", zorder=5)
 
 
 def _draw_legend(ax: Axes, rows: Sequence[dict[str, Any]], height: float, drawn: int, total: int, chain: str) -> None:

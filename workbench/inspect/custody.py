@@ -49,6 +49,10 @@ def custody_of(rollout: dict[str, Any] | None, calls: pl.DataFrame | None, *, fr
         return Custody("rejected", rejection(rollout), digest)
     if rollout.get("verified"):
         return Custody("verified", f"verified, terminal by {rollout.get('terminal_selection')}", digest)
+    if rollout.get("sample_mask") == 1:
+        at = rollout.get("position")
+        wrong = "" if at is None else f"; from token {at:,} on not what the engine ran"
+        return Custody("open", f"token echo: ids came with the responses, nothing vouches for them{wrong}", digest)
     chosen = rollout.get("terminal_selection") or "nobody"
     return Custody("open", f"custody rows only, not verified; terminal by {chosen}", digest)
 

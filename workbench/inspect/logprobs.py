@@ -39,6 +39,14 @@ if TYPE_CHECKING:
 WORST = 12
 WORST_LIVE = 300
 _CONTEXT = 8
+SUSPICIONS = {
+    "shift_by_one": "The trainer found its log-probs shifted by one token against the sampler's",
+    "temperature": "The trainer found the sampler sharper or flatter than itself: one of them scaled its logits by a "
+    "temperature, the other not",
+    "truncated_support": "The trainer found the sampler speaking of a part of the vocabulary only (top-p, top-k, or "
+    "min-p)",
+}
+"""What a detector's name in a step's `agreement_suspect` says."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,22 @@ def shift_of_best_fit(tokens: pl.DataFrame, *, reach: int = 2) -> int:
     return best if means[best] < 0.5 * means[0] else 0
 
 
+def _suspects(source: Any) -> dict[str, list[int]]:
+    """Detector → steps in which the trainer's detectors found something; {} for a frame, which has no steps."""
+    steps = getattr(source, "steps", None)
+    found: dict[str, list[int]] = {}
+    if steps is not None and "agreement_suspect" in steps.columns:
+        for row in steps.drop_nulls("agreement_suspect").iter_rows(named=True):
+            for name in row["agreement_suspect"].split(", "):
+                found.setdefault(name, []).append(row["step"])
+    return found
+
+
+def _listed(steps: list[int]) -> str:
+    shown = ", ".join(map(str, steps[:6]))
+    return f"step{'s' if len(steps) > 1 else ''} {shown}" + (f" and {len(steps) - 6} more" if len(steps) > 6 else "")
+
+
 class LogprobDelta(LiveView):
     """Trainer - sampler log-prob per sampled token. `source` is a run (anything with `.logprobs()`) or such a frame.
 
@@ -121,6 +145,7 @@ class LogprobDelta(LiveView):
         self.delta_T = self.tokens["delta"].to_numpy()
         self.numbers = delta_numbers(self.delta_T)
         self.shift = shift_of_best_fit(self.tokens)
+        self.suspects = _suspects(source)
 
     def sentence(self) -> str:
         n = self.numbers
@@ -233,6 +258,8 @@ class LogprobDelta(LiveView):
         for finding in self.findings():
             words = f"{finding.name}: {finding.words}"
             parts.append(markup.line(words, strong=finding.state == "found", muted=finding.state == "unknown"))
+        for name, steps in self.suspects.items():
+            parts.append(markup.line(f"{SUSPICIONS.get(name, name)} ({_listed(steps)}).", strong=True))
         parts.append(markup.line(f"The {min(WORST, n.tokens)} largest differences, of {n.tokens:,} tokens"))
         parts.append(
             markup.table(("Δ", "sampler", "trainer", "rollout", "position", "token", "before it"), self._worst())

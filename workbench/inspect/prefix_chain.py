@@ -261,5 +261,5 @@ def _verdict(rollout: dict[str, Any] | None) -> list[str]:
     elif rollout.get("terminal_selection"):
         parts.append(f"terminal by {rollout['terminal_selection']}, not verified")
     else:
-        parts.append("not finalised")
+        parts.append("token echo, not verified" if rollout.get("sample_mask") == 1 else "not finalised")
     return parts

@@ -34,6 +34,11 @@ from workbench.wire import RolloutReceipt, StagedCall
 _STATES = {"running": "running", "done": "finished", "failed": "failed", "killed": "interrupted"}
 
 
+def _is_verified(row: dict[str, Any]) -> bool:
+    # A valid row without a receipt's terminal was echoed: there was nothing to verify it by.
+    return row["sample_mask"] == 1 and row["terminal_selection"] is not None
+
+
 def open(path: str | PathLike[str]) -> Run:
     """The run in a directory. Raises RunStoreError when it holds no run; an unfinished or crashed one opens."""
     directory = Path(path)
@@ -256,7 +261,7 @@ class Run:
         step_of = {row["group_id"]: row.get("step") for row in self._lines("groups")}
         stored = self._read("rows", frames.scalar_columns("rollouts"))
         rows = [
-            {**row, "run": self.name, "step": step_of.get(row["group_id"]), "verified": row["sample_mask"] == 1}
+            {**row, "run": self.name, "step": step_of.get(row["group_id"]), "verified": _is_verified(row)}
             for row in stored.sort("group_id", "index").to_dicts()
         ]
         return frames.frame_of("rollouts", rows)

@@ -74,7 +74,8 @@ def call_path_tokens(rollout_id: str, calls: Sequence[dict[str, Any]], call_id: 
     while at is not None and at in by_id and at not in seen:
         seen.add(at)
         path.append(by_id[at])
-        at = by_id[at]["parent_call_id"]
+        # An echoed call holds its whole prompt; what its parent holds is part of that.
+        at = None if by_id[at]["disposition"] == "echoed" else by_id[at]["parent_call_id"]
     if at is not None:
         raise RunStoreError(
             f"Call {path[-1]['model_call_id']} of rollout {rollout_id} continues {at!r}, which was not staged"

@@ -6,7 +6,6 @@ one: a file with a class that satisfies `Environment`, and its line in `ENVIRONM
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +15,7 @@ from workbench.campaign.environments.guess_number import GuessNumber
 from workbench.campaign.environments.misbehave import Misbehaving
 from workbench.campaign.environments.say_briefly import SayBriefly
 from workbench.errors import RecipeError
+from workbench.nearest import did_you_mean
 from workbench.recipe_schema import Misbehave, Recipe
 
 __all__ = ["ENVIRONMENTS", "AgentResult", "Environment", "Message", "Reward", "Task", "make_environment"]
@@ -31,10 +31,8 @@ def make_environment(recipe: Recipe) -> Environment:
     """The environment that a recipe names. Raises RecipeError on an unknown name, option or option value."""
     settings = recipe.environment
     if settings.name not in ENVIRONMENTS:
-        near = difflib.get_close_matches(settings.name, list(ENVIRONMENTS), n=1)
-        hint = f", did you mean {near[0]}?" if near else ""
-        names = ", ".join(ENVIRONMENTS)
-        raise RecipeError(f"environment.name: no environment {settings.name!r}{hint}; allowed: {names}")
+        hint, names = did_you_mean(settings.name, ENVIRONMENTS), ", ".join(ENVIRONMENTS)
+        raise RecipeError(f"environment.name: no environment {settings.name!r}{hint} Allowed: {names}")
     environment = ENVIRONMENTS[settings.name](settings.options)
     if settings.misbehave == Misbehave():
         return environment

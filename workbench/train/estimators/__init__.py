@@ -6,13 +6,13 @@ rules of `base` without being told.
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import fields
 
 import numpy as np
 
 from workbench.errors import TrainerError
+from workbench.nearest import did_you_mean
 from workbench.train.estimators.base import Estimator, GroupCentred, checked
 from workbench.train.estimators.dr_grpo import DrGrpo
 from workbench.train.estimators.gdpo import Gdpo
@@ -36,18 +36,13 @@ def estimator(name: str, **options: object) -> Estimator:
     """The estimator `name` with its options. Raises TrainerError with what there is, and what is nearest, otherwise."""
     if name not in ESTIMATORS:
         names = ", ".join(sorted(ESTIMATORS))
-        raise TrainerError(f"No advantage estimator {name!r}{_nearest(name, ESTIMATORS)}; there are {names}.")
+        raise TrainerError(f"No advantage estimator {name!r}{did_you_mean(name, ESTIMATORS)} There are {names}.")
     chosen = ESTIMATORS[name]
     known = [field.name for field in fields(chosen)]
     for option in sorted(set(options) - set(known)):
         has = ", ".join(known) or "none"
-        raise TrainerError(f"{name} has no option {option}{_nearest(option, known)}; it has: {has}.")
+        raise TrainerError(f"{name} has no option {option}{did_you_mean(option, known)} It has: {has}.")
     return chosen(**options)
-
-
-def _nearest(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, list(known), n=1)
-    return f", did you mean {near[0]}?" if near else ""
 
 
 def advantages(

@@ -8,12 +8,12 @@ One file a choice, all over `base`. Not here: what lies in the buffer (`workbenc
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from dataclasses import fields
 from typing import Any
 
 from workbench.errors import RecipeError
+from workbench.nearest import did_you_mean
 from workbench.train.samplers.base import Entry, Sampler, Selection
 from workbench.train.samplers.in_order import InOrder
 from workbench.train.samplers.weight_fifo import WeightFifo
@@ -36,9 +36,8 @@ def sampler(name: str, staleness: int | None = None, **options: Any) -> Sampler:
     """
     chosen = _imported(name) if ":" in name else SAMPLERS.get(name)
     if chosen is None:
-        near = difflib.get_close_matches(name, SAMPLERS, n=1)
-        hint = f", did you mean {near[0]}?" if near else ""
-        raise RecipeError(f"no sampler {name!r}{hint}; allowed: {', '.join(SAMPLERS)}, or package.module:Class")
+        hint, names = did_you_mean(name, SAMPLERS), ", ".join(SAMPLERS)
+        raise RecipeError(f"no sampler {name!r}{hint} Allowed: {names}, or package.module:Class")
     known = [field.name for field in fields(chosen)]
     for option in options:
         if option not in known:
