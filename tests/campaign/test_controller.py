@@ -19,7 +19,7 @@ class _Failing(Campaign):
     def __init__(self) -> None:
         self.recipe = load_recipe("cpu_smoke")
         self.fleet = SimpleNamespace(
-            timings_s={}, probe={}, gateway_url="http://127.0.0.1:1", control=None, heartbeats=dict
+            timings_s={}, probe={}, gateway_url="http://127.0.0.1:1", control=None, finalizers=None, heartbeats=dict
         )
         self.writer = SimpleNamespace(event=lambda kind, **fields: None)
         self.environment = None
