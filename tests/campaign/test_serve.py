@@ -243,3 +243,20 @@ def test_a_run_that_is_not_served_has_no_desk(tmp_path: Path) -> None:
         ask_receipt(tmp_path, ["a"])
     with pytest.raises(RunStoreError, match="No run in"):
         ask_receipt(tmp_path / "none", ["a"])
+
+
+@pytest.mark.parametrize(
+    ("status", "says"),
+    [
+        ({"status": "running", "phase": "starting ray"}, r"does not serve yet \(starting ray\)"),
+        (
+            {"status": "killed", "error": "stopped by SIGINT before it served"},
+            "before it served, .*: stopped by SIGINT",
+        ),
+        ({"status": "failed", "error": "ComponentDied: Ray"}, "before it served, .*: ComponentDied: Ray"),
+    ],
+)
+def test_a_run_that_has_not_served_has_no_rollouts(tmp_path: Path, status: dict[str, Any], says: str) -> None:
+    (tmp_path / "status.json").write_bytes(orjson.dumps({"run": "early", "command": "serve", **status}))
+    with pytest.raises(RunStoreError, match=f"Run early .*{says}"):
+        ask_receipt(tmp_path, ["a"])

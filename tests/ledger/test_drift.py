@@ -166,3 +166,17 @@ def test_a_switch_of_dialect_is_named(tmp_path: Path) -> None:
     item: dict[str, Any] = model("A", tool_calls=[tool_call("{}")])
     drift = store.admit(R, [user("q"), item, user("more")], "c1", dialect="chat").drift
     assert drift is not None and drift.cause == Cause.DIALECT_CHANGED
+
+
+def test_a_call_in_custody_is_never_said_to_have_no_tokens(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    commit(store, R, "c0", [user("q")], [model("A")])
+    commit(store, R, "c1", [user("z")], [])
+    other = store.admit(R, [user("q"), model("A"), user("more")], "c2", after_response_id="elsewhere").drift
+    empty = store.admit(R, [user("z"), user("more")], "c3", after_response_id="resp-c1").drift
+    assert other is not None and "names another response" in other.detail
+    assert empty is not None and "returned no item" in empty.detail
+    store.record_failure(R, "c4", Cause.WORKER_CAPTURE_FAILED)
+    store.note_items(R, "c4", [user("f")], [model("B")], parent=None)
+    lost = store.admit(R, [user("f"), model("B"), user("more")], "c5").drift
+    assert lost is not None and "no tokens in custody" in lost.detail

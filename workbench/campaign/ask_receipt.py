@@ -37,6 +37,12 @@ def ask_receipt(
     run = runs.open(run_dir)
     status = run.status
     desk = status.get("desk")
+    if not isinstance(desk, str) and status.get("command") == "serve":
+        if status.get("status") == "running":
+            raise RunStoreError(f"Run {run.name} does not serve yet ({status.get('phase')}). Next: wait for its URL.")
+        raise RunStoreError(
+            f"Run {run.name} ended before it served, so it has no rollouts: {status.get('error') or status['status']}."
+        )
     if not isinstance(desk, str):
         raise RunStoreError(f"Run {run.name} is not served: it is a campaign's, whose rollouts have their receipts.")
     finalizer: Any = run.recipe.get("finalizer") or {}

@@ -35,6 +35,8 @@ class CallLines:
         self._sizes: dict[str, int] = {}
         self._shown: defaultdict[str, int] = defaultdict(int)
         self._unreadable: set[str] = set()
+        self._waiting: list[dict[str, Any]] = []
+        """Rows that were read and not shown yet: a look may be cancelled while it asks for their facts."""
         self.calls = 0
 
     async def follow(self) -> None:
@@ -45,10 +47,18 @@ class CallLines:
 
     async def look(self) -> None:
         """Show what was added since the last look."""
-        new = await asyncio.to_thread(self._new_rows)
-        captured = [row["model_call_id"] for row in new if row["disposition"] == "staged"]
-        facts = await self._facts_of(captured) if captured else {}
-        for row in new:
+        self._waiting += await asyncio.to_thread(self._new_rows)
+        captured = [row["model_call_id"] for row in self._waiting if row["disposition"] == "staged"]
+        self._show_waiting(await self._facts_of(captured) if captured else {})
+
+    def last_look(self) -> None:
+        """The same when nobody is left to ask: what was not shown yet, without what the ledger does not hold."""
+        self._waiting += self._new_rows()
+        self._show_waiting({})
+
+    def _show_waiting(self, facts: Facts) -> None:
+        shown, self._waiting = self._waiting, []
+        for row in shown:
             self.calls += 1
             self._show(line_of(row, facts.get(row["model_call_id"], {})))
 

@@ -67,11 +67,11 @@ async def _until_stopped(recipe: Recipe, run_dir: Path) -> int:
     with RunWriter(run_dir) as writer:
         with atomic_file(run_dir / "recipe.yaml") as handle:
             handle.write(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True).encode())
-        writer.status(status="running", phase="set-up", run=run_dir.name)
+        writer.status(status="running", phase="set-up", run=run_dir.name, command="serve")
         session = _Session(recipe, run_dir, writer)
         task = asyncio.ensure_future(session.run())
         try:
-            with _signals_cancel(task) as came:
+            with _signals_cancel(task, lambda number: _note_stop(number, session, writer)) as came:
                 await task
         except BaseException as error:
             if came and isinstance(error, asyncio.CancelledError):
@@ -83,16 +83,17 @@ async def _until_stopped(recipe: Recipe, run_dir: Path) -> int:
 
 
 @contextlib.contextmanager
-def _signals_cancel(task: asyncio.Task[None]) -> Iterator[list[int]]:
-    """Inside, the first signal cancels `task`; yields the list of those that came. Stopping has deadlines of its own,
-    so a second one hurries nothing."""
+def _signals_cancel(task: asyncio.Task[None], note: Callable[[int], None]) -> Iterator[list[int]]:
+    """Inside, the first signal is noted and cancels `task`; yields the list of those that came. Stopping has deadlines
+    of its own, so a second one hurries nothing."""
     loop = asyncio.get_running_loop()
     came: list[int] = []
 
     def stop(number: int) -> None:
         if not came:
-            print(f"stopping on {signal.Signals(number).name}", file=sys.stderr, flush=True)
             task.cancel()
+            note(number)
+            print(f"stopping on {signal.Signals(number).name}", file=sys.stderr, flush=True)
         came.append(number)
 
     for number in _SIGNALS:
@@ -104,12 +105,22 @@ def _signals_cancel(task: asyncio.Task[None]) -> Iterator[list[int]]:
             loop.remove_signal_handler(number)
 
 
+def _note_stop(number: int, session: _Session, writer: RunWriter) -> None:
+    """Give the run its last status before anything is stopped: where Ray's processes got the signal too, it takes this
+    process along when they end."""
+    if session.served:
+        writer.status(status="done", phase="stopping")
+    else:
+        error = f"stopped by {signal.Signals(number).name} before it served"
+        writer.status(status="killed", phase="stopping", error=error)
+
+
 def _stopped(number: int, session: _Session, writer: RunWriter) -> int:
     """Close the store of a session that a signal ended; returns the exit code."""
     name = signal.Signals(number).name
     writer.event("stopped", reason=name, calls=session.calls, open_rollouts=session.left_open)
     if not session.served:
-        writer.status(status="killed", phase="stopped", error=f"stopped by {name} before it served")
+        writer.status(phase="stopped")
         return 128 + number
     writer.status(status="done", phase="stopped")
     print(f"{session.calls} calls; the run: workbench inspect {session.run_dir}", file=sys.stderr)
@@ -130,8 +141,16 @@ class _Session:
         self.calls = 0
         self.left_open: list[str] = []
         """Rollouts that had calls and no receipt when it ended."""
+        self._count: Callable[[], None] = lambda: None
 
     async def run(self) -> None:
+        try:
+            await self._serve()
+        finally:
+            # Calls that were under way ended with the gateway, behind the last look at a live ledger.
+            self._count()
+
+    async def _serve(self) -> None:
         async with Fleet(self.recipe, self.run_dir, on_phase=self._phase, training=False) as fleet:
             desk = ReceiptDesk(self.run_dir, fleet.control, self._finalize_with(fleet), self.writer)
             lines = CallLines(self.run_dir / "ledger", self._facts_from(fleet), _say)
@@ -140,6 +159,12 @@ class _Session:
                 self.writer.status(phase="serving", url=fleet.gateway_url, desk=str(path))
                 _say(greeting(self.recipe, self.run_dir, fleet.gateway_url))
                 self.served = True
+
+                def count() -> None:
+                    lines.last_look()
+                    self.calls, self.left_open = lines.calls, desk.open_rollouts()
+
+                self._count = count
                 try:
                     async with asyncio.TaskGroup() as tasks:
                         tasks.create_task(lines.follow())
@@ -149,7 +174,6 @@ class _Session:
                 finally:
                     with contextlib.suppress(Exception):
                         await lines.look()
-                    self.calls, self.left_open = lines.calls, desk.open_rollouts()
 
     def _phase(self, phase: str) -> None:
         self.writer.status(phase=phase)
