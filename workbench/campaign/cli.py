@@ -147,7 +147,7 @@ def receipt(
 @RUN
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 def resume(run_dir: Path, overrides: tuple[str, ...]) -> None:
-    """Go on with a run that was stopped or killed, from its records.
+    """Go on with a stopped or killed run, from its records.
 
     KEY=VALUE may change how far it goes (train.steps), deadlines, and what the machine offers.
     """

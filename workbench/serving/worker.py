@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import ray
 from pydantic import BaseModel, ConfigDict, Field
 
+from workbench import dataplane
 from workbench.errors import CaptureError, ComponentDied, DeadlineExceeded, SetupError, WeightSyncError
 from workbench.serving.door import WORKER_TOKEN_ENV, Door
 from workbench.serving.gate import GatedEngine, GenerationGate
@@ -329,7 +330,10 @@ class PolicyWorker:
         self._server = PolicyServer(settings, TransferQueueSink(), TransferQueueSource())
 
     async def start(self) -> str:
-        """Base URL of the worker once it serves."""
+        """Base URL of the worker once it serves. Raises ComponentDied or DeadlineExceeded without a data plane."""
+        if self._server.capture is not None:
+            # Now, and not while the first call waits for its acknowledgement.
+            await dataplane.connect(self._server.config.start_timeout_s)
         return await self._server.start()
 
     async def probe(self) -> dict[str, Any]:
