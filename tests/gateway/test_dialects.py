@@ -28,6 +28,7 @@ FAULTS = [
     {"rollout": "raise.*", "text": "this breaks in the middle of its way out", "fault": "raise", "at": 6},
     {"rollout": "nan.*", "text": "not a number", "fault": "nan_logprob", "at": 1},
     {"rollout": "same.*", "text": "the same again"},
+    {"rollout": "nothing.*", "text": "a required call that is cut before anybody can read it"},
 ]
 
 
@@ -213,6 +214,49 @@ async def test_a_named_response_without_custody_is_served_and_unresolved(stack: 
     assert second.output_text
     failures = (await stack.control.manifest("nan.named")).failures
     assert [failure.reason for failure in failures] == ["worker_capture_failed", "unresolved_parent"]
+
+
+async def nothing(agent: openai.AsyncOpenAI, **ask: Any) -> Any:
+    """A response without an output item: a required tool call that was cut."""
+    cut: Any = {"tools": RESPONSES_TOOLS, "tool_choice": "required", "max_output_tokens": 3}
+    answer = await agent.responses.create(model="policy", **cut, **ask)
+    assert (answer.status, answer.output) == ("incomplete", [])
+    return answer
+
+
+async def test_a_response_without_any_item_is_continued_by_its_name(stack: Stack) -> None:
+    rollout_id, tools = "nothing.named", {"tools": RESPONSES_TOOLS}
+    agent = stack.agent(rollout_id)
+    first = await nothing(agent, input="go")
+    second = await nothing(agent, input="again", previous_response_id=first.id)
+    third = await agent.responses.create(model="policy", input="more", previous_response_id=second.id, **tools)
+    await agent.responses.create(model="policy", input="less", previous_response_id=third.id, **tools)
+    # Named after others had continued it: a branch, and still no root.
+    await agent.responses.create(model="policy", input="other", previous_response_id=first.id, **tools)
+    assert await parents(stack, rollout_id) == [None, 0, 1, 2, 0]
+    manifest = await stack.control.manifest(rollout_id)
+    assert manifest.failures == []
+    receipt = assemble_receipt(
+        manifest, rollout_id=rollout_id, reward=1.0, declared_response_id=manifest.records[3].response_id
+    )
+    row = verify_and_linearize(receipt, await stack.sink.fetch([record.staging_key for record in manifest.records]))
+    assert list(row.model_call_ids) == [record.model_call_id for record in manifest.records[:4]]
+
+
+async def test_a_turn_that_left_no_item_is_a_branch_and_no_ambiguity(stack: Stack) -> None:
+    """Who sends the items again has nothing to send for it, and so goes on from the turn before."""
+    rollout_id = "nothing.sent"
+    agent = stack.agent(rollout_id)
+    history: list[Any] = [{"role": "user", "content": "go"}]
+    await nothing(agent, input=history)
+    history.append({"role": "user", "content": "again"})
+    said = await agent.responses.create(model="policy", input=history, tools=RESPONSES_TOOLS)
+    history += [*said.output, {"role": "user", "content": "more"}]
+    await nothing(agent, input=history)
+    history.append({"role": "user", "content": "please"})
+    await agent.responses.create(model="policy", input=history, tools=RESPONSES_TOOLS)
+    assert await parents(stack, rollout_id) == [None, None, 1, 1]
+    assert (await stack.control.manifest(rollout_id)).failures == []
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ class Custodian:
         """Write the row of a call whose completion is there, before it leaves."""
         response_items = call.dialect.response_items(served)
         if call.stored_input is not None and served.get("id"):
-            added = [*call.stored_input, *(served.get("output") or ())]
+            added = [*call.stored_input, *call.dialect.stored_output(served)]
             await self.off_loop(
                 self.histories.keep,
                 call.rollout_id,

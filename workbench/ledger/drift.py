@@ -10,7 +10,7 @@ takes the tokens that a ledger never sees (`workbench.runs.drift`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -49,11 +49,12 @@ def diagnose_drift(
     dialect: str = "chat",
     prompt_options: str | None = None,
     candidates: Sequence[str] = (),
+    in_custody: Collection[str] = (),
 ) -> Drift:
     """Say why `request_items` continue none of `recorded`. Never raises for odd items.
 
     `candidates` are the calls that did match where they were several; `prompt_options` is the digest of the request's
-    template arguments (`options_digest`).
+    template arguments (`options_digest`); `in_custody` holds the calls whose tokens are.
     """
     if candidates:
         return Drift(
@@ -68,7 +69,10 @@ def diagnose_drift(
         return Drift(Cause.UNKNOWN_HISTORY, None, None, "no recorded call shares an item with this request")
     call, expected = nearest
     position = _shared_prefix(expected, came)
-    cause, detail = _compare(call, expected, came, position, dialect, prompt_options)
+    if position == len(expected):
+        cause, detail = _after_whole_history(call, came, position, prompt_options, in_custody)
+    else:
+        cause, detail = _compare(call, expected, came, position, dialect)
     difference = None
     if position < len(expected):
         difference = first_difference(expected[position], came[position] if position < len(came) else None)
@@ -103,10 +107,7 @@ def _compare(
     came: list[ItemDigest],
     position: int,
     dialect: str,
-    prompt_options: str | None,
 ) -> tuple[Cause, str]:
-    if position == len(expected):
-        return _after_whole_history(call, came, position, prompt_options)
     was, now = expected[position], came[position] if position < len(came) else None
     if call.dialect != dialect:
         return Cause.DIALECT_CHANGED, f"the recorded call spoke {call.dialect}, this request speaks {dialect}"
@@ -127,7 +128,11 @@ def _compare(
 
 
 def _after_whole_history(
-    call: CallItems, came: list[ItemDigest], position: int, prompt_options: str | None
+    call: CallItems,
+    came: list[ItemDigest],
+    position: int,
+    prompt_options: str | None,
+    in_custody: Collection[str],
 ) -> tuple[Cause, str]:
     for later in range(position, len(came)):
         if came[later].authored:
@@ -137,7 +142,11 @@ def _after_whole_history(
             Cause.TOOLS_CHANGED,
             "template arguments or response format differ from the recorded call's",
         )
-    return Cause.UNKNOWN_HISTORY, "it continues a call that was served but has no tokens in custody"
+    if call.model_call_id not in in_custody:
+        return Cause.UNKNOWN_HISTORY, "it continues a call that was served but has no tokens in custody"
+    if not any(item.authored for item in call.items[call.response_at :]):
+        return Cause.UNKNOWN_HISTORY, "the engine returned no item for the call before it, so its turn is not in it"
+    return Cause.UNKNOWN_HISTORY, "it names another response than the one whose conversation it holds"
 
 
 def _after_calls(expected: list[ItemDigest], position: int, now: ItemDigest) -> bool:

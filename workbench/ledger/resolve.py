@@ -117,9 +117,9 @@ def resolve(
     """Find the one recorded call that `request_items` continue.
 
     `prompt_options` is `options_digest` of whatever else shaped the prompt; a candidate must have had the same.
-    Where a call answered with nothing that has a fingerprint, a request equal to its own matches it too, and one that
-    has such an answer of a later call in it: candidates like any other by the contract, and none with
-    `repeats_continue=False`.
+    Where a call answered with nothing that has a fingerprint, a request equal to its own matches it too, one that goes
+    on without the answer, and one that has such an answer of a later call in it: candidates like any other by the
+    contract, and none with `repeats_continue=False`.
     `after_response_id` is the response that the request itself says it continues: no other call is a candidate, and
     the outcome is never a root.
     Raises `FingerprintError` for items that have no fingerprint.
@@ -159,17 +159,18 @@ def resolve(
 def _one_turn(items: Items) -> bool:
     """Whether the model speaks once in `items`, at their beginning.
 
-    A turn without content leaves no trace in the assistant fingerprint, so a request with one more of them would match
-    the call before it; and the prompt continues after the *last* turn.
+    A turn without content leaves no trace in the assistant fingerprint, so a request with one more of them, or one
+    less, would match the call before it; and the prompt continues after the *last* turn.
     """
-    at_beginning = True
+    at_beginning, spoke = True, False
     for item in items:
         if is_model_authored(item):
             if not at_beginning:
                 return False
+            spoke = True
         elif item.get("type") != "reasoning":
             at_beginning = False
-    return True
+    return spoke
 
 
 def options_digest(options: Mapping[str, Any] | None) -> str | None:

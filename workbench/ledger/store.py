@@ -160,6 +160,7 @@ class LedgerStore:
                 dialect=dialect,
                 prompt_options=options_digest(prompt_options),
                 candidates=resolution.candidates,
+                in_custody=rollout.index.custody.keys(),
             )
             self.record_failure(rollout_id, model_call_id, Cause.UNRESOLVED_PARENT, str(drift.cause))
             self.event(rollout_id, "drift", model_call_id=model_call_id, **drift.as_dict())

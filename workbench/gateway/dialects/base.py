@@ -24,7 +24,7 @@ class Assembler(Protocol):
 
 
 class Dialect(Protocol):
-    """What every dialect says; the three about named responses have an answer for the dialects without them."""
+    """What every dialect says; the four about named responses have an answer for the dialects without them."""
 
     name: str
     path: str
@@ -41,6 +41,10 @@ class Dialect(Protocol):
     def stored_input(self, body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         """The request's own items, where a later request may name its response; else None."""
         return None
+
+    def stored_output(self, served: Mapping[str, Any]) -> list[Any]:
+        """The items that stand for the response where a later request names it, as the worker is to read them."""
+        return []
 
     def with_history(self, body: Mapping[str, Any], history: list[Any] | None) -> dict[str, Any]:
         """The body with the named response's conversation in it. Raises `Refused` where that is unknown (None)."""

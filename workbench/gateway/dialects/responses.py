@@ -2,9 +2,10 @@
 
 A request carries its whole history, or names the response before it; then what that followed on is put in its place,
 and it can only continue the call that gave that response. Items that stand for things outside of it (stored items,
-hosted tools) are refused: the ledger could not tell what the model read. A turn that is reasoning alone (cut before its
-answer) has no item by which a fingerprint knows the model, so it gets an empty assistant item: otherwise its
-continuation would pass for a root.
+hosted tools) are refused: the ledger could not tell what the model read. A turn that is reasoning alone, or nothing at
+all (both cut before their answer: an engine drops a required tool call that it cannot read), has no item by which a
+fingerprint knows the model, so it gets an empty assistant item: otherwise its continuation would pass for a root. An
+empty turn is stored with that item, so the engine renders the turn where the parent's tokens end.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 TOOL_TYPES = ("function", "namespace")
 _FINAL = ("response.completed", "response.incomplete")
 _FAILED = ("error", "response.failed", "response.cancelled")
+_EMPTY_TURN = {"role": "assistant", "content": ""}
 
 
 class ResponsesDialect(Dialect):
@@ -80,9 +82,14 @@ class ResponsesDialect(Dialect):
         body["store"] = False
         return []
 
+    def stored_output(self, served: Mapping[str, Any]) -> list[Any]:
+        return list(served.get("output") or [_EMPTY_TURN])
+
     def response_items(self, served: Mapping[str, Any]) -> list[dict[str, Any]]:
         output = served.get("output")
-        return _with_answers([item for item in output if isinstance(item, dict)]) if isinstance(output, list) else []
+        if not isinstance(output, list):
+            return []
+        return _with_answers([item for item in output if isinstance(item, dict)]) or [dict(_EMPTY_TURN)]
 
     def is_final(self, frame: Frame) -> bool:
         return _event(frame).get("type") in _FINAL
@@ -163,10 +170,10 @@ def _with_answers(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             answered = is_model_authored(item)
             if lonely and not answered:
-                whole.append({"role": "assistant", "content": ""})
+                whole.append(dict(_EMPTY_TURN))
             lonely = False
         whole.append(item)
-    return [*whole, {"role": "assistant", "content": ""}] if lonely else whole
+    return [*whole, dict(_EMPTY_TURN)] if lonely else whole
 
 
 def _objects(values: Any, name: str) -> list[dict[str, Any]]:
