@@ -89,7 +89,8 @@ def test_a_group_and_a_step_that_are_gone_altogether_are_named_from_the_logs(run
 def test_a_run_without_a_finished_group_is_not_said_to_hold(tmp_path):
     (tmp_path / "steps.jsonl").touch()
     report = verify_run(tmp_path)
-    assert report.ok and repr(report).endswith("no group was finished, nothing to hold")
+    assert report.ok and report.empty
+    assert repr(report) == f"Nothing to verify in {report.run}: no group was finished"
 
 
 def test_a_part_whose_columns_are_of_another_type_is_named_and_no_exception(run_dir):
@@ -140,8 +141,8 @@ def test_a_rejected_rollout_made_valid_is_found(run_dir):
 
 
 def test_a_changed_receipt_is_found(run_dir):
-    rewrite_json_line(run_dir / "receipts" / "g00000.jsonl", 0, {"reward": 0.99})
-    only_difference(verify_run(run_dir), "rows/g00000.parquet", "stored.0.0.0", "reward is")
+    rewrite_json_line(run_dir / "receipts" / "g00000.jsonl", 0, {"task_id": "another"})
+    only_difference(verify_run(run_dir), "rows/g00000.parquet", "stored.0.0.0", "task_id is")
 
 
 def test_a_changed_ledger_row_is_found(run_dir):

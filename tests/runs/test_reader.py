@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from stored_run import END, StoredRun, make_run
 
 from workbench import runs
 from workbench.errors import RunStoreError
-from workbench.runs import frames, reader, schema
+from workbench.runs import frames, frames_page, schema
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +169,20 @@ def test_reading_adds_no_column_that_is_declared_twice():
 
 def test_the_documentation_of_the_frames_is_the_present_one():
     page = Path(__file__).parents[2] / "docs" / "frames.md"
-    assert page.read_text() == reader.docs(), "run: python -m workbench.runs.reader > docs/frames.md"
+    assert page.read_text() == frames_page.docs(), "run: python -m workbench.runs.frames_page > docs/frames.md"
+
+
+def test_the_page_lists_the_columns_that_the_frames_of_a_real_run_have():
+    run = runs.open(Path(runs.__file__).parents[1] / "demo" / "run")
+    sections = frames_page.docs().split("\n## run.")[1:]
+    listed = {section.partition("\n")[0]: section.partition("\n## ")[0] for section in sections}
+    assert list(listed) == ["campaign", "steps", "groups", "rollouts", "calls", "events"]
+    for frame, section in listed.items():
+        always, _, carried = section.partition("\nBeside these")
+        names, more = (re.findall(r"^\| `(\w+)` ", text, re.MULTILINE) for text in (always, carried))
+        columns = getattr(run, frame).columns
+        assert columns[: len(names)] == names, frame
+        assert set(columns[len(names) :]) <= set(more) and not set(more) & set(names), frame
 
 
 def test_a_damaged_ledger_costs_its_own_rollout_and_not_the_sight_of_the_others(tmp_path):

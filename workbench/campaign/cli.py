@@ -68,6 +68,18 @@ def checked_recipe(name: str, overrides: tuple[str, ...]) -> Recipe:
     return recipe
 
 
+def _run_path(ctx: click.Context, parameter: click.Parameter, value: str) -> Path:
+    """RUN as a path: one that is there, else the run of that name in the default reports directory."""
+    from workbench.recipe_schema import Reports
+
+    path, named = Path(value), Path(Reports().dir) / value
+    return named if not path.exists() and path.name == value and named.parent.is_dir() else path
+
+
+RUN = click.argument("run_dir", metavar="RUN", callback=_run_path)
+RUN_HELP = "RUN is the path of a run, or the name of one in reports/."
+
+
 @click.group(cls=_Workbench, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="workbench")
 def main() -> None:
@@ -109,8 +121,8 @@ def serve_recipe(recipe: str, overrides: tuple[str, ...], run_name: str | None) 
     sys.exit(serve(checked, run_dir))
 
 
-@main.command()
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
+@main.command(epilog=RUN_HELP)
+@RUN
 @click.argument("rollouts", nargs=-1, required=True, metavar="ROLLOUT...")
 @click.option("--terminal", "terminals", multiple=True, metavar="ID", help="Response or call id that ends the rollout.")
 @click.option("--reward", "rewards", multiple=True, type=float, metavar="R", help="The rollout's reward.")
@@ -131,10 +143,10 @@ def receipt(
     sys.exit(0 if all(verdict.verified for verdict in verdicts) else 1)
 
 
-@main.command()
-@click.argument("run_dir", metavar="RUN")
+@main.command(epilog=RUN_HELP)
+@RUN
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
-def resume(run_dir: str, overrides: tuple[str, ...]) -> None:
+def resume(run_dir: Path, overrides: tuple[str, ...]) -> None:
     """Go on with a stopped or killed run, from its records.
 
     KEY=VALUE may change how far it goes (train.steps), deadlines, and what the machine offers.
@@ -142,28 +154,28 @@ def resume(run_dir: str, overrides: tuple[str, ...]) -> None:
     from workbench.campaign.doctor import before_a_run
     from workbench.campaign.resume import resumable
 
-    recipe = resumable(Path(run_dir), overrides)
+    recipe = resumable(run_dir, overrides)
     for finding in before_a_run(recipe):
         if not finding.good:
             raise SetupError(f"{finding.what}: {finding.found}; {finding.cure}")
     from workbench.campaign import runner
 
-    sys.exit(runner.resume_run(recipe, Path(run_dir)))
+    sys.exit(runner.resume_run(recipe, run_dir))
 
 
-@main.command()
-@click.argument("run_dir", metavar="RUN")
-def report(run_dir: str) -> None:
+@main.command(epilog=RUN_HELP)
+@RUN
+def report(run_dir: Path) -> None:
     """Execute the notebook of a stored run again, from its records."""
     from workbench.campaign import runner
 
-    click.echo(runner.report(Path(run_dir)))
+    click.echo(runner.report(run_dir))
 
 
-@main.command()
-@click.argument("run_dir", metavar="RUN")
+@main.command(epilog=RUN_HELP)
+@RUN
 @click.argument("rollout", required=False)
-def inspect(run_dir: str, rollout: str | None) -> None:
+def inspect(run_dir: Path, rollout: str | None) -> None:
     """Describe a run, or one rollout of it: calls, chain, custody."""
     from workbench import runs
 
@@ -179,18 +191,18 @@ def inspect(run_dir: str, rollout: str | None) -> None:
         click.echo(sentence)
 
 
-@main.command()
-@click.argument("run_dir", metavar="RUN")
-def verify(run_dir: str) -> None:
-    """Recompute every digest of a stored run.
+@main.command(epilog=RUN_HELP)
+@RUN
+def verify(run_dir: Path) -> None:
+    """Recompute every digest and row of a stored run.
 
-    Exit 1 when one does not hold.
+    Exit 1 when one does not hold, or when there is nothing to verify yet.
     """
     from workbench.campaign import verify_run
 
-    result = verify_run.verify_run(Path(run_dir))
+    result = verify_run.verify_run(run_dir)
     click.echo(result)
-    sys.exit(0 if result.ok else 1)
+    sys.exit(0 if result.ok and not result.empty else 1)
 
 
 @main.command()

@@ -1,18 +1,19 @@
 """Verify run: recompute everything a stored run claims, from the tokens up.
 
 In: a run directory. Out: a `VerifyReport`. For every stored call: call digest, extras digest, chain hash and cumulative
-hash from its own tokens and its parent's; against the ledger: the row that the gateway acknowledged; for every group:
-receipts verified and linearised again and compared with the stored rows, id by id, log-prob by log-prob, placeholders
-and their causes included; for every step: differences and log-probs of the same length as the rows they belong to.
+hash from its own tokens and its parent's; for every group: receipts verified and linearised again, and the parts that
+come of them compared with the stored ones, column by column, id by id, log-prob by log-prob, placeholders and their
+causes included; against the ledgers: the same calls and failures (verify_ledger); for every step: differences and
+log-probs of the same length as the rows they belong to.
 Invariant: one changed bit in a call, a receipt, a ledger row or a row is a named difference (file, rollout, call),
-never an exception. A call that was already wrong when it was staged, and whose rollout was rejected for that, is as
-recorded.
+never an exception. Excepted is what a run has no second copy of: a rollout's `duration_s`, its `detail` where nothing
+was rejected for it, a receipt's reward of 0 that becomes none, and the ledger's columns that verify_ledger names. A
+call that was already wrong when it was staged, and whose rollout was rejected for that, is as recorded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,66 +21,19 @@ import numpy as np
 import orjson
 from pydantic import ValidationError
 
+from workbench.campaign.verify_ledger import verify_ledgers
+from workbench.campaign.verify_report import VerifyReport
 from workbench.echo.finalizer import ECHOED, stored_chains
 from workbench.echo.rows import assemble_echo
 from workbench.errors import RunStoreError, StagingError, WireError
 from workbench.finalizer.group import FinalizationRequest, RolloutOutcome, Staged, assemble
-from workbench.runs.custody import SUFFIX, ledger_rows
+from workbench.finalizer.parts import call_records, row_records
 from workbench.runs.frames import read_lines, read_parts
+from workbench.runs.schema import columns
 from workbench.runs.staged import staged_call
 from workbench.wire import StagedCall, chain_hash, extras_digest, hash_token_ids
 
-_SHOWN = 20
-_ACKNOWLEDGED = ("digest", "extras_digest", "chain_hash", "cumulative_hash", "delta_len", "cum_len", "weight_version")
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One thing that is not what the run says it is."""
-
-    file: str
-    rollout_id: str | None
-    call_id: str | None
-    what: str
-
-    def __str__(self) -> str:
-        place = "".join(
-            f", {name} {value}" for name, value in (("rollout", self.rollout_id), ("call", self.call_id)) if value
-        )
-        return f"{self.file}{place}: {self.what}"
-
-
-@dataclass
-class VerifyReport:
-    """What was recomputed, and every difference that was found. `ok` when there is none."""
-
-    run: str
-    groups: int = 0
-    rollouts: int = 0
-    rows_valid: int = 0
-    calls: int = 0
-    tokens: int = 0
-    ledger_rows: int = 0
-    differences: list[Difference] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        return not self.differences
-
-    def __repr__(self) -> str:
-        many = "S" if len(self.differences) != 1 else ""
-        holds = "every digest and row holds" if self.groups else "no group was finished, nothing to hold"
-        verdict = holds if self.ok else f"{len(self.differences):,} DIFFERENCE{many}"
-        return (
-            f"Verified {self.run} · {self.groups:,} groups · {self.rollouts:,} rollouts ({self.rows_valid:,} valid) · "
-            f"{self.calls:,} calls · {self.tokens:,} tokens · {verdict}"
-        )
-
-    def __str__(self) -> str:
-        lines = [repr(self), *(f"  {difference}" for difference in self.differences[:_SHOWN])]
-        if len(self.differences) > _SHOWN:
-            lines.append(f"  showing {_SHOWN} of {len(self.differences):,} differences; all: .differences")
-        return "\n".join(lines)
+_TOKENS = ("token_ids", "token_mask", "logprobs")
 
 
 def verify_run(run_dir: Path | str) -> VerifyReport:
@@ -94,7 +48,7 @@ def verify_run(run_dir: Path | str) -> VerifyReport:
     _verify_training(run.path, report)
     for step in sorted(_recorded(run.path / "steps.jsonl", "step", report)):
         if not (run.path / "train" / f"step-{step}.parquet").exists():
-            report.differences.append(Difference(f"train/step-{step}.parquet", None, None, "this part is missing"))
+            report.differs(f"train/step-{step}.parquet", None, None, "this part is missing")
     return report
 
 
@@ -103,7 +57,7 @@ def _recorded(path: Path, key: str, report: VerifyReport) -> set[Any]:
     try:
         return {row[key] for row in read_lines(path) if isinstance(row.get(key), str | int)}
     except RunStoreError as error:
-        report.differences.append(Difference(path.name, None, None, str(error)))
+        report.differs(path.name, None, None, str(error))
         return set()
 
 
@@ -133,11 +87,12 @@ class _Group:
         staged = self._staged(parts["calls"])
         rejected = {row["rollout_id"] for row in parts["rows"] if row["sample_mask"] != 1}
         self._verify_calls(parts["calls"], staged, rejected)
-        self._verify_ledgers(outcomes)
+        self._verify_rewards(outcomes)
+        verify_ledgers(self.run_dir, outcomes, self.report)
         self._verify_rows(outcomes, staged, parts)
 
     def _differs(self, file: str, rollout_id: str | None, call_id: str | None, what: str) -> None:
-        self.report.differences.append(Difference(file, rollout_id, call_id, what))
+        self.report.differs(file, rollout_id, call_id, what)
 
     def _outcomes(self) -> list[RolloutOutcome] | None:
         file = f"receipts/{self.name}.jsonl"
@@ -183,28 +138,15 @@ class _Group:
             for what in _call_faults(call, parent, cumulative.get(key)):
                 self._differs(file, row["rollout_id"], row["model_call_id"], what)
 
-    def _verify_ledgers(self, outcomes: list[RolloutOutcome]) -> None:
-        """What the receipt says against the row that was acknowledged before the response left."""
+    def _verify_rewards(self, outcomes: list[RolloutOutcome]) -> None:
+        """A receipt's reward is the outcome's; one that was closed without a reward counts as 0."""
         for outcome in outcomes:
-            path = self.run_dir / "ledger" / f"{outcome.rollout_id}{SUFFIX}"
-            if outcome.receipt is None or not path.exists():
+            if outcome.receipt is None:
                 continue
-            try:
-                recorded = {row["model_call_id"]: row for row in ledger_rows(path)}
-            except RunStoreError as error:
-                self._differs(f"ledger/{path.name}", outcome.rollout_id, None, str(error))
-                continue
-            for record in outcome.receipt.manifest:
-                self.report.ledger_rows += 1
-                row = recorded.get(record.model_call_id)
-                if row is None:
-                    what = "the receipt names this call, the ledger does not"
-                    self._differs(f"ledger/{path.name}", outcome.rollout_id, record.model_call_id, what)
-                    continue
-                for name in _ACKNOWLEDGED:
-                    if row.get(name) != getattr(record, name):
-                        what = f"{name} is {row.get(name)!r} here, {getattr(record, name)!r} in the receipt"
-                        self._differs(f"ledger/{path.name}", outcome.rollout_id, record.model_call_id, what)
+            self.report.receipts += 1
+            if (outcome.receipt.reward or 0.0) != outcome.reward:
+                what = f"the receipt's reward is {outcome.receipt.reward}, the outcome's {outcome.reward}"
+                self._differs(f"receipts/{self.name}.jsonl", outcome.rollout_id, None, what)
 
     def _verify_rows(self, outcomes: list[RolloutOutcome], staged: Staged, parts: dict[str, Any]) -> None:
         file, rows = f"rows/{self.name}.parquet", parts["rows"]
@@ -225,33 +167,60 @@ class _Group:
         # Without capture there are no receipts and no digests: what can be recomputed is how the turns were joined.
         if any(outcome.receipt is not None for outcome in outcomes) or not echoed:
             assembly = assemble(request, staged, bos)
+            self._verify_records(call_records(request, staged), parts["calls"])
         else:
             assembly = assemble_echo(request, stored_chains(echoed), bos)
         stored = {row["rollout_id"]: row for row in rows}
         self.report.rollouts += len(rows)
         self.report.rows_valid += sum(row["sample_mask"] == 1 for row in rows)
-        for row, summary in zip(assembly.rows, assembly.summaries, strict=True):
-            held = stored.pop(row.rollout_id, None)
+        for now, outcome in zip(row_records(request, assembly), request.rollouts, strict=True):
+            held = stored.pop(outcome.rollout_id, None)
             if held is None:
-                self._differs(file, row.rollout_id, None, "the receipt has no row")
+                self._differs(file, outcome.rollout_id, None, "the receipt has no row")
                 continue
-            now = {**summary.model_dump(mode="json"), "model_call_ids": row.model_call_ids}
-            now |= {"weight_versions": row.weight_versions}
-            for name, value in now.items():
-                if name != "detail" and held.get(name) != value:
-                    call_id = summary.call_id
-                    self._differs(file, row.rollout_id, call_id, f"{name} is {held.get(name)!r}, recomputed {value!r}")
-            for name in ("weight_version_spans", "link_spans"):
-                if orjson.loads(held[name] or "[]") != getattr(row, name):
-                    self._differs(
-                        file, row.rollout_id, None, f"{name} are {held[name]}, recomputed {getattr(row, name)}"
-                    )
-            for name in ("token_ids", "token_mask", "logprobs"):
-                fault = _first_difference(name, np.asarray(held[name]), getattr(row, name))
+            # What the verifier says in its own words is not compared: another version may say it otherwise.
+            said = {outcome.detail, *(failure.detail for failure in outcome.failures)}
+            left_out = () if now["detail"] in said else ("detail",)
+            for what in _changed_columns("rows", held, now, left_out):
+                self._differs(file, outcome.rollout_id, now["call_id"], what)
+            for name in _TOKENS:
+                fault = _first_difference(name, np.asarray(held[name]), now[name])
                 if fault is not None:
-                    self._differs(file, row.rollout_id, None, fault)
+                    self._differs(file, outcome.rollout_id, None, fault)
         for rollout_id in stored:
             self._differs(file, rollout_id, None, "the row has no receipt")
+
+    def _verify_records(self, recomputed: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+        """Every call and failure that the receipts name against its row, and the other way round."""
+        file = f"calls/{self.name}.parquet"
+        stored = {(row["rollout_id"], row["manifest_index"]): row for row in rows}
+        if len(stored) != len(rows):
+            self._differs(file, None, None, "two rows have the same place in a manifest")
+        for now in recomputed:
+            held = stored.pop((now["rollout_id"], now["manifest_index"]), None)
+            if held is None:
+                what = f"the receipt names this {now['disposition']} call, its part does not hold it"
+                self._differs(file, now["rollout_id"], now["model_call_id"], what)
+                continue
+            for what in _changed_columns("calls", held, now):
+                self._differs(file, now["rollout_id"], now["model_call_id"], what)
+        for held in stored.values():
+            what = f"the part holds this {held['disposition']} call, the receipt does not name it"
+            self._differs(file, held["rollout_id"], held["model_call_id"], what)
+
+
+def _changed_columns(
+    table: str, held: dict[str, Any], now: dict[str, Any], left_out: Sequence[str] = ()
+) -> Iterator[str]:
+    """The columns of one stored row, token arrays left out, that are not what the receipt and the calls give."""
+    for column in columns(table):
+        name, was, found = column.name, held[column.name], now.get(column.name)
+        if name in left_out or name in _TOKENS:
+            continue
+        if column.dtype == "json":
+            was, found = (orjson.loads(text or "null") for text in (was, found))
+        if was != found:
+            yield f"{name} is {was!r}, recomputed {found!r}"
 
 
 def _call_faults(
@@ -314,13 +283,13 @@ def _verify_training(run_dir: Path, report: VerifyReport) -> None:
         try:
             trained = read_parts("train", [path]).to_dicts()
         except RunStoreError as error:
-            report.differences.append(Difference(file, None, None, str(error)))
+            report.differs(file, None, None, str(error))
             continue
         for record in trained:
             row = rows.get(record["rollout_id"])
             what = "there is no such row" if row is None else _training_fault(record, row)
             if what is not None:
-                report.differences.append(Difference(file, record["rollout_id"], None, what))
+                report.differs(file, record["rollout_id"], None, what)
 
 
 def _training_fault(record: dict[str, Any], row: dict[str, Any]) -> str | None:

@@ -31,8 +31,7 @@ _COMPARED = [name for name in _RECORDED if name in StagedCall.model_fields]
 
 def write_group(run_dir: Path, request: FinalizationRequest, staged: Staged, assembly: Assembly) -> None:
     """Write the three parts of a captured group. Raises as `write_parts`."""
-    calls = [row for outcome in request.rollouts for row in _calls_of(request.group_id, outcome, staged)]
-    write_parts(run_dir, request, calls, assembly)
+    write_parts(run_dir, request, call_records(request, staged), assembly)
 
 
 def write_parts(run_dir: Path, request: FinalizationRequest, calls: list[dict[str, Any]], assembly: Assembly) -> None:
@@ -45,13 +44,18 @@ def write_parts(run_dir: Path, request: FinalizationRequest, calls: list[dict[st
     if _GROUP_ID.fullmatch(name) is None:
         raise FinalizerError(f"group id {name!r} must be 1-200 characters of A-Z a-z 0-9 . _ - and not only dots")
     write_part(run_dir / "calls" / f"{name}.parquet", "calls", _by_column("calls", calls))
-    write_part(run_dir / "rows" / f"{name}.parquet", "rows", _by_column("rows", _rows_of(request, assembly)))
+    write_part(run_dir / "rows" / f"{name}.parquet", "rows", _by_column("rows", row_records(request, assembly)))
     write_lines(run_dir / "receipts" / f"{name}.jsonl", [o.model_dump(mode="json") for o in request.rollouts])
 
 
 def _by_column(table: str, rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
     names = [column.name for column in columns(table)]
     return {name: [row.get(name) for row in rows] for name in names}
+
+
+def call_records(request: FinalizationRequest, staged: Staged) -> list[dict[str, Any]]:
+    """The rows of table `calls` of a captured group, in index and manifest order; a left-out column is null."""
+    return [row for outcome in request.rollouts for row in _calls_of(request.group_id, outcome, staged)]
 
 
 def _calls_of(group_id: str, outcome: RolloutOutcome, staged: Staged) -> list[dict[str, Any]]:
@@ -121,7 +125,8 @@ def _chain(receipt: RolloutReceipt) -> set[str]:
     return chain
 
 
-def _rows_of(request: FinalizationRequest, assembly: Assembly) -> list[dict[str, Any]]:
+def row_records(request: FinalizationRequest, assembly: Assembly) -> list[dict[str, Any]]:
+    """The rows of table `rows`, every column, in index order."""
     rows = []
     for outcome, row, summary in zip(request.rollouts, assembly.rows, assembly.summaries, strict=True):
         receipt = outcome.receipt

@@ -43,6 +43,8 @@ ADDED: dict[str, tuple[Column, ...]] = {
         Column("near_was", "str", "", "what was recorded there, an excerpt around the first difference"),
         Column("near_came", "str", "", "what came instead, an excerpt"),
         Column("drift", "str", "", "what differs, one sentence"),
+        Column("context_digest", "str", "sha256", "digest of the request's items, from the ledger"),
+        Column("context_len", "i64", "items", "items of the request"),
     ),
 }
 

@@ -24,7 +24,7 @@ import orjson
 import polars as pl
 
 from workbench.errors import RunStoreError
-from workbench.runs import frames, schema
+from workbench.runs import frames
 from workbench.runs.custody import known_calls, ledger_files, recorded_calls
 from workbench.runs.staged import staged_call
 from workbench.runs.tokens import call_path_tokens, row_tokens, sampled_logprobs
@@ -334,20 +334,3 @@ def _signature(path: Path) -> tuple[str, int, int] | None:
     except FileNotFoundError:
         return None
     return str(path), stat.st_mtime_ns, stat.st_size
-
-
-def docs() -> str:
-    """The columns of every frame as a Markdown page, rendered from their declarations (kept as docs/frames.md)."""
-    parts = [
-        "# Frames of a run\n\n"
-        "`workbench.runs.open(path)` gives these Polars frames; `.to_pandas()` is Polars' own. A null means\n"
-        "not known, never zero. Rendered from the declarations: `python -m workbench.runs.reader > docs/frames.md`."
-    ]
-    for table in ("campaigns", "steps", "groups", "rollouts", "calls"):
-        added = "\n".join(f"| `{c.name}` | {c.dtype} | {c.unit} | {c.meaning} |" for c in frames.ADDED.get(table, ()))
-        parts.append(f"## {table}\n\n{schema.docs_table(table)}\n{added}")
-    return "\n\n".join(parts) + "\n"
-
-
-if __name__ == "__main__":
-    print(docs(), end="")

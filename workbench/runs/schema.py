@@ -15,6 +15,7 @@ Not here: writing (writer), reading and joining (reader).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -291,6 +292,13 @@ def polars_schema(table: str) -> dict[str, Any]:
 
 def docs_table(table: str) -> str:
     """The table's documentation as a Markdown table."""
+    return docs_lines(columns(table))
+
+
+def docs_lines(shown: Iterable[Column]) -> str:
+    """Any columns as a Markdown table; a bar in a meaning is escaped, or it would end its cell."""
     lines = ["| column | type | unit | meaning |", "|---|---|---|---|"]
-    lines += [f"| `{c.name}` | {c.dtype} | {c.unit} | {c.meaning} |" for c in columns(table)]
+    for c in shown:
+        meaning = c.meaning.replace("|", "\\|")
+        lines.append(f"| `{c.name}` | {c.dtype} | {c.unit} | {meaning} |")
     return "\n".join(lines)

@@ -1,0 +1,78 @@
+"""Verify report: what was recomputed of a stored run, and everything that differs.
+
+Invariant: the report claims no more than was done: a run without a finished group, without receipts or without its
+ledgers says so in its one line.
+Not here: the recomputing (verify_run, verify_ledger).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that is not what the run says it is."""
+
+    file: str
+    rollout_id: str | None
+    call_id: str | None
+    what: str
+
+    def __str__(self) -> str:
+        place = "".join(
+            f", {name} {value}" for name, value in (("rollout", self.rollout_id), ("call", self.call_id)) if value
+        )
+        return f"{self.file}{place}: {self.what}"
+
+
+@dataclass
+class VerifyReport:
+    """What was recomputed, and every difference that was found. `ok` when there is none.
+
+    `not_compared` names what the run does not have, and what therefore nothing was held against.
+    """
+
+    run: str
+    groups: int = 0
+    rollouts: int = 0
+    rows_valid: int = 0
+    calls: int = 0
+    tokens: int = 0
+    receipts: int = 0
+    ledger_rows: int = 0
+    differences: list[Difference] = field(default_factory=list)
+    not_compared: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.differences
+
+    @property
+    def empty(self) -> bool:
+        """Nothing was there that could be verified, which is no proof of anything."""
+        return not self.groups and self.ok
+
+    def differs(self, file: str, rollout_id: str | None, call_id: str | None, what: str) -> None:
+        """Note one difference."""
+        self.differences.append(Difference(file, rollout_id, call_id, what))
+
+    def __repr__(self) -> str:
+        if self.empty:
+            return f"Nothing to verify in {self.run}: no group was finished"
+        many = "S" if len(self.differences) != 1 else ""
+        # Without capture there is nothing that vouches for a token; only the joining of the turns can be repeated.
+        holds = "every digest and row holds" if self.receipts else "every row joins again; no receipts, so no digests"
+        verdict = holds if self.ok else f"{len(self.differences):,} DIFFERENCE{many}"
+        return (
+            f"Verified {self.run} · {self.groups:,} groups · {self.rollouts:,} rollouts ({self.rows_valid:,} valid) · "
+            f"{self.calls:,} calls · {self.tokens:,} tokens · {' · '.join([verdict, *self.not_compared])}"
+        )
+
+    def __str__(self) -> str:
+        lines = [repr(self), *(f"  {difference}" for difference in self.differences[:_SHOWN])]
+        if len(self.differences) > _SHOWN:
+            lines.append(f"  showing {_SHOWN} of {len(self.differences):,} differences; all: .differences")
+        return "\n".join(lines)
