@@ -39,7 +39,7 @@ test: models ## lint and all tests; fast ones first, then Ray, then engines
 
 soak: models ## a long scripted campaign and every part killed with real deadlines: make soak [SOAK_GROUPS=1000]
 	@SOAK_DEADLINES=real SOAK_GROUPS=$(SOAK_GROUPS) $(PY) -m pytest tests/campaign/soak.py \
-		tests/campaign/soak_resume.py tests/campaign/test_deaths.py --timeout 7200 $(PYTEST_ARGS)
+		tests/campaign/soak_resume.py tests/campaign/soak_learns.py tests/campaign/test_deaths.py --timeout 7200 $(PYTEST_ARGS)
 
 check: setup ## lint, types and the fast tests, in two or three minutes
 	@$(PY) -m ruff check .

@@ -1,4 +1,7 @@
-"""It learns: a whole campaign, float32 on both sides and one request at a time, raises its reward and adds up."""
+"""It learns: a whole campaign, float32 on both sides and one request at a time, raises its reward and adds up.
+
+Minutes of a real engine on two processors, so it belongs to `make soak`.
+"""
 
 from __future__ import annotations
 
