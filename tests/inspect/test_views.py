@@ -13,6 +13,7 @@ from PIL import Image
 from stored_run import StoredRun, make_run
 
 from workbench import runs
+from workbench.demo import recorded_run
 from workbench.errors import RunStoreError
 from workbench.inspect import (
     CaptureRate,
@@ -212,3 +213,27 @@ def test_the_readers_own_matplotlib_settings_are_left_alone(run):
 def test_an_unknown_rollout_is_answered_with_what_there_is(run):
     with pytest.raises(RunStoreError, match="No calls of rollout 'nobody' here; there are, for instance: stored"):
         PrefixChain(run, "nobody")
+
+
+def test_the_tokens_of_a_side_branch_are_not_called_those_of_the_training_row():
+    recorded = runs.open(recorded_run())
+    beside = recorded.calls.filter(relation="branch").row(0, named=True)
+    trained, branch = (TokenStrip(recorded, beside["rollout_id"], call_id=c) for c in (None, beside["model_call_id"]))
+    assert trained.custody.state == "verified"
+    assert branch.custody.state == "open" and "not in the training row: side branch" in branch.custody.words
+    assert branch.custody.digest == beside["cumulative_hash"][:8] != trained.custody.digest
+
+
+def test_a_rollout_without_calls_says_why_and_is_not_taken_for_a_typing_error():
+    recorded = runs.open(recorded_run())
+    rejected = recorded.rollouts.filter(recorded.rollouts["cause"].is_not_null()).row(0, named=True)
+
+    class WithoutItsCalls:
+        calls = recorded.calls.filter(recorded.calls["rollout_id"] != rejected["rollout_id"])
+        rollouts = recorded.rollouts
+
+    reason = f"has no recorded call, so there is no chain: rejected, {rejected['cause']}"
+    with pytest.raises(RunStoreError, match=reason):
+        PrefixChain(WithoutItsCalls(), rejected["rollout_id"])
+    with pytest.raises(RunStoreError, match="No calls of rollout 'nobody' here; there are, for instance"):
+        PrefixChain(recorded, "nobody")

@@ -14,6 +14,7 @@ import asyncio
 import math
 import random
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,7 @@ class RolloutPlan:
         return f"{self.run}.{self.group}.{self.index}.{self.attempt}"
 
 
-class AgentRunner:
+class AgentRunner(ABC):
     """Runs agents against one gateway and scores what they leave behind; how a rollout is closed is its subclass's.
 
     `timeout_s` bounds one agent from its first request to its last.
@@ -71,9 +72,9 @@ class AgentRunner:
         """Close the connections."""
         await self._http.aclose()
 
+    @abstractmethod
     async def play(self, plan: RolloutPlan) -> RolloutOutcome:
         """Play one rollout and return what the finalizer needs to know of it: ids, receipt, reward; never tokens."""
-        raise NotImplementedError
 
     def _client(self, path: str) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(

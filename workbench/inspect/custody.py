@@ -17,6 +17,18 @@ from workbench.inspect.ids import short_id
 State = Literal["verified", "rejected", "open", "unknown"]
 
 
+RELATION_WORDS = {
+    "trained": "on the trained chain",
+    "candidate": "the earliest path; no terminal call was chosen",
+    "retry": "retry: the same request again",
+    "branch": "side branch: another request after the same call",
+    "side_root": "a conversation of its own",
+    "failed": "failed",
+    "unresolved": "unresolved",
+}
+"""What a call is to the trained trajectory, in words."""
+
+
 @dataclass(frozen=True)
 class Custody:
     """`digest` is the cumulative hash of the terminal call, shortened; None where there is no terminal."""
@@ -55,6 +67,16 @@ def custody_of(rollout: dict[str, Any] | None, calls: pl.DataFrame | None, *, fr
         return Custody("open", f"token echo: ids came with the responses, nothing vouches for them{wrong}", digest)
     chosen = rollout.get("terminal_selection") or "nobody"
     return Custody("open", f"custody rows only, not verified; terminal by {chosen}", digest)
+
+
+def custody_of_call(rollout: dict[str, Any] | None, calls: pl.DataFrame, call_id: str) -> Custody:
+    """Custody of the path that ends at one call; of a call beside the chain, that it is not in the training row."""
+    found = calls.filter(pl.col("model_call_id") == call_id)
+    if not found.height or found["relation"][0] == "trained":
+        return custody_of(rollout, calls)
+    words = RELATION_WORDS.get(found["relation"][0], found["relation"][0])
+    digest = found["cumulative_hash"][0] if "cumulative_hash" in found.columns else None
+    return Custody("open", f"not in the training row: {words}", None if digest is None else str(digest)[:8])
 
 
 def rejection(rollout: dict[str, Any]) -> str:

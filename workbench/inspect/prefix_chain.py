@@ -19,7 +19,7 @@ from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
 from workbench.inspect.chain_columns import chain_columns
 from workbench.inspect.chain_picture import BAND, draw_chain
-from workbench.inspect.custody import custody_of, rollout_row
+from workbench.inspect.custody import RELATION_WORDS, custody_of, rollout_row
 from workbench.inspect.ids import short_id
 from workbench.inspect.layout import Place, place_calls
 from workbench.inspect.snapshot import LiveView
@@ -47,15 +47,6 @@ _SHOWN = (
 )
 _MOST_TRACKS = 24
 ROOTLESS = frozenset({"failed", "unresolved"})
-RELATION_WORDS = {
-    "trained": "on the trained chain",
-    "candidate": "the earliest path; no terminal call was chosen",
-    "retry": "retry: the same request again",
-    "branch": "side branch: another request after the same call",
-    "side_root": "a conversation of its own",
-    "failed": "failed",
-    "unresolved": "unresolved",
-}
 
 
 class PrefixChain(LiveView):
@@ -80,8 +71,7 @@ class PrefixChain(LiveView):
         self.rollout_id: str = rollout_id
         self.calls = calls.filter(pl.col("rollout_id") == rollout_id).sort("order")
         if self.calls.is_empty():
-            known = ", ".join(calls["rollout_id"].unique().sort().head(3).to_list())
-            raise RunStoreError(f"No calls of rollout {rollout_id!r} here; there are, for instance: {known or 'none'}")
+            raise RunStoreError(_no_calls(source, calls, rollout_id))
         self.rollout = rollout_row(source, rollout_id)
         self.custody = custody_of(self.rollout, self.calls, from_run=self.source is not None)
         self.max_calls = max_calls
@@ -246,6 +236,14 @@ def why(row: dict[str, Any]) -> str:
         if row.get("drift"):
             words = f"{words}: {row['drift']}"
     return words
+
+
+def _no_calls(source: Any, calls: pl.DataFrame, rollout_id: str) -> str:
+    rollout = rollout_row(source, rollout_id)
+    if rollout is not None:
+        return f"Rollout {rollout_id} has no recorded call, so there is no chain: {custody_of(rollout, None).words}"
+    known = ", ".join(calls["rollout_id"].unique().sort().head(3).to_list())
+    return f"No calls of rollout {rollout_id!r} here; there are, for instance: {known or 'none'}"
 
 
 def _verdict(rollout: dict[str, Any] | None) -> list[str]:

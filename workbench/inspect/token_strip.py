@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
-from workbench.inspect.custody import Custody, custody_of, rollout_row
+from workbench.inspect.custody import Custody, custody_of, custody_of_call, rollout_row
 from workbench.inspect.ids import short_id
 from workbench.inspect.roles import roles_of
 from workbench.inspect.routes import route_spans
@@ -79,7 +79,7 @@ class TokenStrip(LiveView):
                     vocabulary = None
         self.rollout_id: str = self.tokens["rollout_id"][0] if self.tokens.height else str(rollout_id)
         self.vocabulary = vocabulary
-        self.custody = _custody(source, self.rollout_id)
+        self.custody = _custody(source, self.rollout_id, call_id)
         self.routes = route_spans(source, self.rollout_id, self.tokens)
         self.start = max(0, min(start, max(0, self.tokens.height - 1)))
         self.stop = min(self.tokens.height, self.start + max_tokens)
@@ -217,11 +217,12 @@ class TokenStrip(LiveView):
         return "".join(out)
 
 
-def _custody(source: Any, rollout_id: str) -> Custody:
+def _custody(source: Any, rollout_id: str, call_id: str | None) -> Custody:
     if isinstance(source, pl.DataFrame):
         return custody_of(None, None, from_run=False)
     calls = source.calls.filter(pl.col("rollout_id") == rollout_id)
-    return custody_of(rollout_row(source, rollout_id), calls)
+    rollout = rollout_row(source, rollout_id)
+    return custody_of(rollout, calls) if call_id is None else custody_of_call(rollout, calls, call_id)
 
 
 def _ribbon(tokens: pl.DataFrame) -> pl.DataFrame:

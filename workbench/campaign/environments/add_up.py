@@ -17,8 +17,7 @@ from workbench.campaign.environments.base import (
     Message,
     Reward,
     Task,
-    WindowFull,
-    say,
+    say_once,
     take_options,
     weigh,
 )
@@ -51,11 +50,7 @@ class AddUp:
                 "content": f"What is {task.data['a']} + {task.data['b']}?\nAnswer in the form {LABEL}: 7",
             },
         ]
-        try:
-            _, response = await say(client, model, messages)
-        except WindowFull as full:
-            return AgentResult(None, messages, error=f"the only request was refused: {full}")
-        return AgentResult(response, messages)
+        return await say_once(client, model, messages)
 
     def reward(self, task: Task, result: AgentResult) -> Reward:
         answers = [message["content"] for message in result.transcript if message["role"] == "assistant"]

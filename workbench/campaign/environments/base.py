@@ -96,6 +96,15 @@ async def say(client: AsyncOpenAI, model: str, messages: list[Message]) -> tuple
     return text, completion.model_dump(mode="json", exclude_unset=True)
 
 
+async def say_once(client: AsyncOpenAI, model: str, messages: list[Message]) -> AgentResult:
+    """Play a task of one turn: the agent's only request is `messages`."""
+    try:
+        _, response = await say(client, model, messages)
+    except WindowFull as full:
+        return AgentResult(None, messages, error=f"the only request was refused: {full}")
+    return AgentResult(response, messages)
+
+
 def weigh(components: dict[str, float], weights: Mapping[str, float]) -> Reward:
     """The weighted sum, rounded so that a full score is exactly 1 and equal answers have equal rewards."""
     return Reward(round(sum(weights[part] * value for part, value in components.items()), 9), components)

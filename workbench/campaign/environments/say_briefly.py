@@ -17,8 +17,7 @@ from workbench.campaign.environments.base import (
     Message,
     Reward,
     Task,
-    WindowFull,
-    say,
+    say_once,
     take_options,
 )
 from workbench.errors import RecipeError
@@ -42,11 +41,7 @@ class SayBriefly:
 
     async def run(self, client: AsyncOpenAI, model: str, task: Task, rng: random.Random) -> AgentResult:
         messages: list[Message] = [{"role": "user", "content": f"Say a word about {task.data['topic']}."}]
-        try:
-            _, response = await say(client, model, messages)
-        except WindowFull as full:
-            return AgentResult(None, messages, error=f"the only request was refused: {full}")
-        return AgentResult(response, messages)
+        return await say_once(client, model, messages)
 
     def reward(self, task: Task, result: AgentResult) -> Reward:
         """1 for one word, falling evenly to 0 at `words`; 0 for an empty answer."""
