@@ -69,8 +69,8 @@ class Sampling(Section):
     max_tokens: Positive = 64
     """The most tokens that one call may sample."""
     seed_each_call: bool = False
-    """Sample every captured call with a seed of its own, made of `seed`, the rollout's place and the prompt, so that it
-    does not depend on what else runs. A request that is sent again then samples the same again."""
+    """Sample every call with a seed of its own, made of `seed`, the rollout's place and the conversation so far. It is
+    the same whatever else runs, and in both arms. A request that is sent again samples the same again."""
 
 
 class Engine(Section):
@@ -266,8 +266,8 @@ class Train(Section):
     threads: Annotated[int, Field(ge=0)] = 0
     """Torch threads of the trainer, shared by its ranks; 0 means all processors of this machine."""
     ranks: Positive = 1
-    """Processes that the trainer is spread over (FSDP2), each an actor with a logical CPU of its own. More than one
-    writes no checkpoints: set `checkpoint.every: 0`."""
+    """Processes that the trainer is spread over (FSDP2), each an actor with a logical CPU of its own. Checkpoints are
+    whole: a run may go on with another number of ranks."""
     max_staleness: Annotated[int, Field(ge=0)] = 1
     """How many versions a row may lag behind the weights it trains. 0 never overlaps rollouts and training."""
     clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2
@@ -290,7 +290,10 @@ class Train(Section):
     timeout_s: Seconds = 600.0
     """How long one optimiser step may take."""
     sync_timeout_s: Seconds = 120.0
-    """How long each part of a weight sync may take: publishing, loading, the proof. Live calls finish first."""
+    """How long each part of a weight sync may take: publishing, loading, the proof; and until live calls have ended."""
+    live_calls: Literal["finish", "straddle"] = "finish"
+    """What a weight sync does with calls that run: wait until they finish; or pause them and let them go on with the
+    new weights, where each row says which of its tokens came from which. The second never waits for a long answer."""
 
 
 class Checkpoint(Section):
@@ -345,10 +348,10 @@ class Recipe(Section):
                 f"ray.num_cpus: expected at least {needed} logical CPUs, because TransferQueue takes one for its "
                 f"controller and one for each of {self.data_plane.storage_units} storage units; got {self.ray.num_cpus}"
             )
-        if self.train.ranks > 1 and self.checkpoint.every:
+        if self.train.live_calls == "straddle" and not self.token_capture.enabled:
             raise ValueError(
-                f"checkpoint.every: expected 0, because a trainer of {self.train.ranks} ranks writes no checkpoints; "
-                f"got {self.checkpoint.every}"
+                "train.live_calls: expected 'finish', because without token capture nobody knows which token came from "
+                "which weights; got 'straddle'"
             )
         if self.rollouts.stall_timeout_s < self.train.sync_timeout_s:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from workbench.campaign.learned import reward_rise, t_quantile_95
+from workbench.campaign.learned import reward_rise, rise_over_seeds, t_quantile_95
 from workbench.config import load_recipe
 
 
@@ -26,6 +26,24 @@ def test_a_rise_is_found_and_a_flat_run_is_not():
 def test_noise_alone_learns_in_one_run_of_twenty():
     runs = np.random.default_rng(0).normal(0.3, 0.1, (2000, 48))
     share = np.mean([reward_rise(rewards).learned for rewards in runs])
+    assert 0.035 < share < 0.065
+
+
+def test_over_seeds_the_spread_between_runs_is_the_noise():
+    # Differences 0.4, 0.5 and 0.6: t with two degrees of freedom is 2.92, and 2.92 · 0.1 / √3 = 0.1686.
+    rise = rise_over_seeds([[0.1] * 4 + [0.1 + d] * 4 for d in (0.4, 0.5, 0.6)])
+    assert rise is not None and rise.learned
+    assert rise.differences == pytest.approx((0.4, 0.5, 0.6))
+    assert (rise.mean, rise.lower, rise.upper) == pytest.approx((0.5, 0.3314, 0.6686), abs=1e-3)
+    # Seeds that do not agree have not shown anything, however sure each of them is of itself.
+    torn = rise_over_seeds([[0.1] * 4 + [0.1 + d] * 4 for d in (0.6, 0.0, 0.1)])
+    assert torn is not None and not torn.learned
+    assert rise_over_seeds([[0.1] * 8]) is None and rise_over_seeds([[0.1] * 8, [0.1] * 3]) is None
+
+
+def test_over_seeds_noise_alone_learns_in_one_recipe_of_twenty():
+    recipes = np.random.default_rng(1).normal(0.3, 0.1, (2000, 3, 40))
+    share = np.mean([rise_over_seeds(runs).learned for runs in recipes])
     assert 0.035 < share < 0.065
 
 

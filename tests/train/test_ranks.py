@@ -10,9 +10,7 @@ import torch
 import torch.multiprocessing as processes
 from train.samples import MemoryRows, row
 
-from workbench.config import load_recipe
-from workbench.errors import RecipeError
-from workbench.train import Trainer
+from workbench.train import Trainer, checkpoint
 
 SETTINGS = {"learning_rate": 1e-3, "micro_batch_tokens": 50, "threads": 2, "kl_coef": 0.05, "max_mult_prob_error": 1e6}
 
@@ -31,18 +29,29 @@ def one_rank(rank, ranks, port, model, folder):
     source = MemoryRows([item for part in rows.values() for item in part])
     config = SETTINGS | {"model_path": model, "run_dir": folder, "publish_dtype": "float32"}
     trainer = RankTrainer(config, rank, ranks, f"tcp://127.0.0.1:{port}", source)
-    metrics = [trainer.train_step(step, [item.rollout_id for item in rows[step]]) for step in (1, 2)]
+    metrics = []
+    for step in (1, 2):
+        metrics.append(trainer.train_step(step, [item.rollout_id for item in rows[step]]))
+        if step == 1:
+            trainer.save_checkpoint(1, keep=1)
     trainer.publish(2)
     scored = trainer.score([[5, 6, 7, 8]])
+    assert trainer.restore(upto=1) == {"step": 1, "unusable": []}
+    again, _ = trainer.step_on(2, rows[2])
     if rank == 0:
         assert not source.rows
-        torch.save({"metrics": metrics, "scored": scored}, f"{folder}/answer.pt")
+        rescored = trainer.score([[5, 6, 7, 8]])
+        answer = {"metrics": metrics, "scored": scored, "again": again, "rescored": rescored}
+        torch.save(answer, f"{folder}/answer.pt")
+    else:
+        trainer.score([[5, 6, 7, 8]])
     trainer.leave()
 
 
 @pytest.mark.timeout(400)  # two processes that each import torch and transformers, on whatever machine
 def test_two_ranks_take_the_step_that_one_takes(tiny_model, tmp_path):
     from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
 
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -70,11 +79,16 @@ def test_two_ranks_take_the_step_that_one_takes(tiny_model, tmp_path):
         assert moved > 0 and difference < 1e-2 * moved, name
     assert two["scored"][0] == pytest.approx(alone.score([[5, 6, 7, 8]])[0], abs=1e-3)
 
-
-def test_several_ranks_and_checkpoints_are_refused_together():
-    with pytest.raises(RecipeError, match=r"checkpoint\.every: expected 0"):
-        load_recipe("cpu_smoke", ["train.ranks=2"])
-    assert load_recipe("cpu_smoke", ["train.ranks=2", "checkpoint.every=0"]).train.ranks == 2
+    # The checkpoint of step 1: the two ranks went back to it, one rank goes on from it, and so does transformers.
+    assert two["again"]["loss"] == pytest.approx(two["metrics"][1]["loss"], rel=1e-5)
+    assert two["rescored"][0] == pytest.approx(two["scored"][0], abs=1e-5)
+    taken_over = Trainer(SETTINGS | {"model_path": str(tiny_model), "run_dir": str(tmp_path / "two")}, MemoryRows([]))
+    assert taken_over.restore(upto=1) == {"step": 1, "unusable": []}
+    assert taken_over.step_on(2, batch(2))[0]["loss"] == pytest.approx(two["metrics"][1]["loss"], rel=1e-4)
+    assert taken_over.score([[5, 6, 7, 8]])[0] == pytest.approx(two["scored"][0], abs=1e-3)
+    folder = tmp_path / "two" / "checkpoints" / "step-1" / "model"
+    assert AutoModelForCausalLM.from_pretrained(folder).num_parameters() == alone.model.num_parameters()
+    assert set(load_file(folder / "model.safetensors")) == set(published)
 
 
 @pytest.mark.ray
@@ -96,6 +110,8 @@ def test_the_ranks_are_actors_that_answer_as_one_trainer(tq, ray_cluster, tiny_m
         assert (metrics["rows"], metrics["optimizer_stepped"]) == (4, 1)
         assert (tmp_path / "train" / "step-1.parquet").is_file()
         assert ray_cluster.get(actor.publish.remote(1), timeout=60) == str(tmp_path / "weights" / "v1")
+        saved = ray_cluster.get(actor.save_checkpoint.remote(1, 1), timeout=60)["path"]
+        assert checkpoint.load(tmp_path / "checkpoints", 1).optimizer and saved.endswith("checkpoints/step-1")
         assert not set(keys) & set(asyncio.run(tq.tags("train", deadline_s=20.0)))
     finally:
         ray_cluster.kill(actor)

@@ -149,7 +149,7 @@ class Campaign:
         if isinstance(finalizers, EchoFinalizer):
             return EchoPlayer(
                 finalizer=finalizers,
-                sampling=SamplingPins.model_validate(recipe.sampling.model_dump(exclude={"seed_each_call"})),
+                sampling=SamplingPins.of(recipe.sampling, recipe.seed),
                 weight_version=lambda: self.state.weights.version,
                 **settings,
             )

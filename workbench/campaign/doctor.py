@@ -60,9 +60,6 @@ def capture(recipe: Recipe, *, training: bool = True) -> Finding:
     """A campaign trains on tokens of a model that can be scored; an engine is served for what is captured of it."""
     if not recipe.token_capture.enabled and not training:
         return Finding("token_capture.enabled", "false", "there is nothing to serve it for then; set it to true")
-    if not recipe.token_capture.enabled and recipe.sampling.seed_each_call:
-        why = "a call's seed is made where it is captured; set token_capture.enabled=true"
-        return Finding("sampling.seed_each_call", "true", why)
     if training and recipe.engine.kind == "scripted":
         return Finding("engine.kind", "scripted", "it has no weights to train and prove; set engine.kind=vllm")
     return Finding("token capture", "on" if recipe.token_capture.enabled else "off: the token-echo arm")

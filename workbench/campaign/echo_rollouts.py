@@ -34,7 +34,7 @@ class EchoPlayer(AgentRunner):
     async def play(self, plan: RolloutPlan) -> RolloutOutcome:
         rollout_id = plan.rollout_id
         started = time.monotonic()
-        echo = EchoClient(self._client("/v1"), self._sampling, self._weight_version)
+        echo = EchoClient(self._client("/v1"), self._sampling, self._weight_version, rollout_id)
         result, error = await self._run_agent(plan, echo)
         total: float = 0.0
         components: dict[str, float] = {}

@@ -37,6 +37,7 @@ from workbench.gateway.client import ControlClient
 from workbench.gateway.process import GatewayProcess
 from workbench.models import resolve as resolve_model
 from workbench.places import make_ray_directory
+from workbench.serving.sampling import SamplingPins
 
 CONTROL_TOKEN = "WORKBENCH_CONTROL_TOKEN"
 WORKER_TOKEN = "WORKBENCH_WORKER_TOKEN"
@@ -247,8 +248,7 @@ class Fleet:
             "kv_cache_gib": recipe.engine.kv_cache_gib,
             "threads": recipe.engine.threads,
             "port": recipe.engine.port,
-            "sampling": recipe.sampling.model_dump(exclude={"seed_each_call"})
-            | {"seed": recipe.seed if recipe.sampling.seed_each_call else None},
+            "sampling": SamplingPins.of(recipe.sampling, recipe.seed).model_dump(),
             "sink_timeout_s": recipe.token_capture.sink_timeout_s,
             "cache_bytes": recipe.token_capture.cache_bytes,
             "capture_enabled": recipe.token_capture.enabled,

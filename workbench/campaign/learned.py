@@ -2,9 +2,12 @@
 
     mean reward of the last quarter of the steps - that of the first, and its one-sided 95 % lower bound
 
-The steps' mean rewards are the samples, and their spread within each quarter the noise (Welch's t). A run has learned
-where the bound is above 0. Steps of one run share their weights, so this is about the run, not about the recipe: for
-that, run several seeds and the shuffled control. Not here: what a step's reward is (runs.frames).
+    one run        the steps' mean rewards are the samples, their spread within each quarter the noise (Welch's t)
+    several seeds  each run's difference is one sample, their spread the noise (Student's t over runs)
+
+A run, or a recipe, has learned where the bound is above 0. Steps of one run share their weights, so the first is about
+the run; only the second says something about the recipe, and it is the wider one for few seeds. A control is flat where
+0 lies between its two one-sided bounds. Not here: what a step's reward is (runs.frames).
 """
 
 from __future__ import annotations
@@ -52,6 +55,32 @@ def reward_rise(rewards: Sequence[float | None]) -> RewardRise | None:
     return RewardRise(
         float(first.mean()), float(last.mean()), difference, difference - reach, difference + reach, quarter
     )
+
+
+@dataclass(frozen=True)
+class SeedsRise:
+    """The mean of the `differences` of runs that differ in their seed alone, and its one-sided 95 % bounds."""
+
+    differences: tuple[float, ...]
+    mean: float
+    lower: float
+    upper: float
+
+    @property
+    def learned(self) -> bool:
+        """Whether the rise is beyond what differs between seeds."""
+        return self.lower > 0.0
+
+
+def rise_over_seeds(runs: Sequence[Sequence[float | None]]) -> SeedsRise | None:
+    """The rise over several runs' mean rewards; None for fewer than two runs that are long enough for `reward_rise`."""
+    differences = [rise.difference for rewards in runs if (rise := reward_rise(rewards)) is not None]
+    if len(differences) < 2:
+        return None
+    values = np.array(differences)
+    reach = t_quantile_95(values.size - 1) * float(values.std(ddof=1)) / math.sqrt(values.size)
+    mean = float(values.mean())
+    return SeedsRise(tuple(differences), mean, mean - reach, mean + reach)
 
 
 def t_quantile_95(freedom: float) -> float:

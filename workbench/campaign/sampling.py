@@ -120,7 +120,7 @@ class RolloutPump:
     async def _play_group(self, step: int, number: int, attempt: int = 0) -> bool:
         state, train = self._state, self._state.recipe.train
         group_id = f"g{number:05d}"
-        task = self._environment.task(state.recipe.seed * 1_000_003 + number)
+        task = self._environment.task(self._task_seed(number))
         plans = [
             RolloutPlan(run=state.fleet.run_dir.name, group=number, index=index, attempt=attempt, task=task)
             for index in range(train.rollouts_per_group)
@@ -135,6 +135,7 @@ class RolloutPump:
             group_id=group_id,
             rollout_ids=rollout_ids,
             task_id=task.task_id,
+            task_seed=task.seed,
             weight_version=version,
         )
         try:
@@ -155,6 +156,10 @@ class RolloutPump:
         self._record(step, group, sampled_s)
         await self._commit(group, version)
         return True
+
+    def _task_seed(self, number: int) -> int:
+        """Of the task of group `number`: the same in every run with the recipe's seed."""
+        return self._state.recipe.seed * 1_000_003 + number
 
     async def _commit(self, group: FinalizedGroup, dispatched: int) -> None:
         """Make the group ready; clear its rows where it was evicted meanwhile, since another one is under way then."""

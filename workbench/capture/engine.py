@@ -74,9 +74,8 @@ class CapturingEngine(GatedEngine):
             raise CallRefused(f"Call {where} asked for n={sampling_params.n}; only n=1 can be captured.")
         call.taken = True
         params = self._pin(sampling_params)
-        prompt_ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-        if self._pins.seed is not None and prompt_ids is not None:
-            params.seed = self._pins.seed_of(call.admission.rollout_id, prompt_ids)
+        if self._pins.seed is not None:
+            params.seed = self._pins.seed_of(call.admission.rollout_id, call.said)
         return self._tagged(call, prompt, params, kwargs)
 
     def _pin(self, requested: Any) -> Any:
@@ -143,6 +142,7 @@ class CapturingEngine(GatedEngine):
                     last = None
                     # The engine knows the call by our own id: a client's could repeat, and an abort is by id.
                     async for output in self._engine.generate(prompt, params, call.admission.model_call_id, **kwargs):
+                        await self._gate.proved()
                         collected.add(output)
                         if output.finished:
                             last = output
@@ -183,7 +183,7 @@ class CapturingEngine(GatedEngine):
             prompt_token_ids=collected.prompt_ids,
             generated_token_ids=collected.sampled_ids,
             logprobs=collected.logprobs,
-            extras=collected.extras(),
+            extras=collected.extras(active.weight_version),
         )
         staged_s = time.monotonic() - began
         failure = self._core.detail(call.admission.model_call_id)

@@ -35,6 +35,7 @@ from workbench.serving.door import (
     refuse,
     send_json,
 )
+from workbench.serving.sampling import said_in
 from workbench.wire import CaptureAdmission, Cause, CommitCoords
 
 
@@ -51,6 +52,8 @@ class TaggedCall:
     """One admitted request on its way through the worker. Written by the renderer hook and the engine wrapper."""
 
     admission: CaptureAdmission
+    said: bytes = b""
+    """What stands for the conversation of its request (`serving.sampling.said_in`)."""
     prefix_token_ids: np.ndarray | None = None
     """The parent's cumulative ids, uint32[prev_len]; None for a root, or while they could not be had."""
     failure: tuple[Cause, str] | None = None
@@ -79,14 +82,14 @@ class CallBoard:
     def live_calls(self) -> int:
         return len(self._live)
 
-    def open(self, admission: CaptureAdmission) -> TaggedCall:
-        """Register an admitted request. Raises `CallRefused` when this call id was admitted before."""
+    def open(self, admission: CaptureAdmission, said: bytes = b"") -> TaggedCall:
+        """Register an admitted request; `said` as in `TaggedCall`. Raises `CallRefused` for an id that came before."""
         call_id = admission.model_call_id
         if call_id in self._live or call_id in self._answers:
             raise CallRefused(
                 f"Call {admission.rollout_id}/{call_id} was admitted before; expected a new call id for every request."
             )
-        call = self._live[call_id] = TaggedCall(admission)
+        call = self._live[call_id] = TaggedCall(admission, said)
         return call
 
     def settle(self, call: TaggedCall, coords: CommitCoords, failure: tuple[Cause, str] | None, **facts: Any) -> None:
@@ -175,12 +178,11 @@ class CaptureGate:
                 f"Header {ROLLOUT_HEADER} says {rollout_id!r}, the admission says {admission.rollout_id!r}."
             )
         body = await _read_body(receive)
-        refuse_uncapturable(body)
-        return self._board.open(admission), body
+        return self._board.open(admission, said_in(read_capturable(body))), body
 
 
-def refuse_uncapturable(body: bytes) -> None:
-    """Raise `CallRefused` for a request body whose generation cannot be recorded exactly, naming the field.
+def read_capturable(body: bytes) -> dict[str, Any]:
+    """The request in `body`. Raises `CallRefused` where its generation cannot be recorded exactly, naming the field.
 
     Also refused are fields that would put token ids or log-probs into the HTTP response.
     """
@@ -203,6 +205,7 @@ def refuse_uncapturable(body: bytes) -> None:
     include = request.get("include")
     if isinstance(include, list) and any("logprobs" in str(item) for item in include):
         raise CallRefused("'include' asks for log-probs, which a captured call does not send; leave it out.")
+    return request
 
 
 _REFUSED_WHEN_TRUE = (

@@ -18,7 +18,7 @@ from openai.types.chat import ChatCompletion
 
 from workbench.echo.calls import EchoedCall
 from workbench.errors import EchoLost
-from workbench.serving.sampling import SamplingPins
+from workbench.serving.sampling import SamplingPins, said_in
 
 #: Fields of a request that the recipe's sampling settings replace, and that the SDK has no parameter for.
 _EXTRA = ("top_k", "min_p", "repetition_penalty")
@@ -30,9 +30,11 @@ _OWNED = (
 class EchoClient:
     """Stands where the agent's `AsyncOpenAI` stood; one a rollout. `calls` are its answered requests, in order."""
 
-    def __init__(self, client: AsyncOpenAI, sampling: SamplingPins, weight_version: Callable[[], int]) -> None:
+    def __init__(
+        self, client: AsyncOpenAI, sampling: SamplingPins, weight_version: Callable[[], int], rollout_id: str
+    ) -> None:
         self.calls: list[EchoedCall] = []
-        self.chat = _Chat(_Completions(client, sampling, weight_version, self.calls))
+        self.chat = _Chat(_Completions(client, sampling, weight_version, rollout_id, self.calls))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the token-echo arm echoes chat.completions only, this agent asked for {name!r}")
@@ -49,24 +51,26 @@ class _Completions:
         client: AsyncOpenAI,
         sampling: SamplingPins,
         weight_version: Callable[[], int],
+        rollout_id: str,
         calls: list[EchoedCall],
     ) -> None:
         self._client = client
         self._sampling = sampling
         self._weight_version = weight_version
+        self._rollout_id = rollout_id
         self._calls = calls
 
     async def create(self, *, messages: Any, **settings: Any) -> Any:
         """As the SDK's. Raises `EchoLost` naming the field when a response comes without ids or log-probs."""
         version = self._weight_version()
         history = [dict(message) for message in messages]
-        answer = await self._client.chat.completions.create(messages=messages, **self._asking(settings))
+        answer = await self._client.chat.completions.create(messages=messages, **self._asking(messages, settings))
         if settings.get("stream"):
             return self._stream(answer, history, version)
         self._keep(answer, _Taken.of(answer), history, version)
         return answer
 
-    def _asking(self, settings: dict[str, Any]) -> dict[str, Any]:
+    def _asking(self, messages: Any, settings: dict[str, Any]) -> dict[str, Any]:
         pins = self._sampling.pinned()
         body = dict(settings.get("extra_body") or {}) | {name: pins[name] for name in _EXTRA}
         asked = settings.get("max_completion_tokens") or settings.get("max_tokens") or self._sampling.max_tokens
@@ -74,6 +78,9 @@ class _Completions:
         kept = {name: value for name, value in settings.items() if name not in _OWNED}
         kept |= {name: pins[name] for name in ("temperature", "top_p")}
         kept |= {"max_tokens": min(limits)} if limits else {}
+        # What the policy worker does for a captured call, with the same outcome: both arms sample with one seed.
+        seed = self._sampling.seed_of(self._rollout_id, said_in({"messages": messages, **settings}))
+        kept |= {"seed": seed} if seed is not None else {}
         return kept | {"logprobs": True, "extra_body": body | {"return_token_ids": True}}
 
     async def _stream(self, chunks: Any, history: list[dict[str, Any]], version: int) -> AsyncIterator[Any]:

@@ -20,7 +20,7 @@ async def probe_echo(gateway_url: str, model: str) -> dict[str, object]:
         max_retries=0,
         http_client=openai.DefaultAsyncHttpxClient(timeout=REQUEST_TIMEOUT_S, trust_env=False),
     ) as client:
-        echo = EchoClient(client, SamplingPins(max_tokens=8), lambda: 0)
+        echo = EchoClient(client, SamplingPins(max_tokens=8), lambda: 0, "probe.0.0.0")
         try:
             await echo.chat.completions.create(model=model, messages=[{"role": "user", "content": "Count to 3."}])
         except (EchoLost, openai.OpenAIError) as error:

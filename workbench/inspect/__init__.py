@@ -33,7 +33,9 @@ __all__ = [
     "Snapshot",
     "TokenStrip",
     "display_mode",
+    "echo_pairs",
     "set_mode",
+    "steps_side_by_side",
     "telling_rollout",
 ]
 
@@ -47,6 +49,8 @@ _HOMES = {
     "RowDiff": "row_diff",
     "Snapshot": "snapshot",
     "TokenStrip": "token_strip",
+    "echo_pairs": "echo_arms",
+    "steps_side_by_side": "echo_arms",
     "telling_rollout": "choose",
 }
 

@@ -5,10 +5,11 @@
 
 Every rank reads the batch's rows itself and decides the same votes, so only log-probs and sums are exchanged. Ranks
 must run equally many passes, because every pass gathers weights: where shares are unequal, the shorter ones run a
-micro-batch again with nothing in its loss. Weights are gathered whole for publishing and written by rank 0.
+micro-batch again with nothing in its loss. Weights, and for a checkpoint the optimiser's state, are gathered whole and
+written by rank 0.
 Invariant: R ranks give one rank's update up to the order of its sums. gloo on a CPU, NCCL on a GPU.
-Limits: checkpoints are one process's (the recipe refuses them together); a rank keeps gathered weights until its
-backward pass is over; the KL reference is held whole by every rank.
+Limits: a rank keeps gathered weights until its backward pass is over; for publishing and for a checkpoint every rank
+holds them whole for a moment; the KL reference is held whole by every rank.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ import numpy as np
 import ray
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from workbench.errors import TrainerError
-from workbench.train import checkpoint
 from workbench.train.batch import MicroBatch, token_logprobs
 from workbench.train.rows import RowSource
 from workbench.train.trainer import Trainer
@@ -100,15 +101,15 @@ class RankTrainer(Trainer):
     def _keeps_records(self) -> bool:
         return self.rank == 0
 
-    def float32_weights(self) -> dict[str, torch.Tensor]:
-        """As `Trainer`'s, gathered whole on every rank: copies."""
-        return {name: cast(Any, weight).full_tensor() for name, weight in super().float32_weights().items()}
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def restore(self, upto: int) -> dict[str, Any]:
-        """The model's own weights (step 0), from which the steps are taken again. TrainerError for a checkpoint."""
-        if any(step <= upto for step in checkpoint.steps(self.run_dir / "checkpoints")):
-            raise TrainerError("A trainer of several ranks cannot go on from a checkpoint; resume with train.ranks: 1.")
-        return {"step": 0, "unusable": []}
+    def _share(self, whole: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
+        # The optimiser's step count is a number beside the weight, and whole on every rank.
+        if not isinstance(held, DTensor) or held.shape != whole.shape:
+            return whole
+        # None: every rank has read the same file, so none sends its share to another.
+        return distribute_tensor(whole, held.device_mesh, held.placements, src_data_rank=None)
 
     def leave(self) -> None:
         """End the exchange with the other ranks."""
@@ -144,8 +145,12 @@ class TrainerRanks:
         """As `Trainer.retake`."""
         return self._all("retake", step)
 
+    def save_checkpoint(self, step: int, keep: int) -> dict[str, Any]:
+        """As `Trainer.save_checkpoint`: whole tensors, so any number of ranks goes on from it."""
+        return self._all("save_checkpoint", step, keep)
+
     def restore(self, upto: int) -> dict[str, Any]:
-        """As `RankTrainer.restore`."""
+        """As `Trainer.restore`."""
         return self._all("restore", upto)
 
     def _all(self, method: str, *arguments: Any) -> Any:

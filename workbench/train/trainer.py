@@ -274,12 +274,13 @@ class Trainer:
     def save_checkpoint(self, step: int, keep: int) -> dict[str, Any]:
         """Write `checkpoints/step-<step>`; the last `keep` stay. Returns its `path` and the `seconds` it took."""
         began = time.monotonic()
-        weights = self.float32_weights()
+        weights, directory = self.float32_weights(), self.run_dir / "checkpoints"
         state = checkpoint.optimizer_state(self._optimizer, list(weights))
-        generators = checkpoint.generator_states()
-        directory = self.run_dir / "checkpoints"
-        path = checkpoint.save(directory, step, weights, state, generators, source=self.model_path, keep=keep)
-        return {"path": str(path), "seconds": time.monotonic() - began}
+        state = {name: {key: self._whole(value) for key, value in held.items()} for name, held in state.items()}
+        if self._keeps_records():
+            generators = checkpoint.generator_states()
+            checkpoint.save(directory, step, weights, state, generators, source=self.model_path, keep=keep)
+        return {"path": str(directory / f"step-{step}"), "seconds": time.monotonic() - began}
 
     def restore(self, upto: int) -> dict[str, Any]:
         """Load the newest whole checkpoint of a step ≤ `upto`.
@@ -290,9 +291,14 @@ class Trainer:
         directory = self.run_dir / "checkpoints"
         held, unusable = newest_checkpoint(directory, upto)
         if held is not None:
-            weights = self.float32_weights()
-            checkpoint.load_weights(weights, held.weights, directory / f"step-{held.step}")
-            checkpoint.load_optimizer(self._optimizer, list(weights), held.optimizer)
+            own = self._named_weights()
+            shares = {name: self._share(value, own.get(name)) for name, value in held.weights.items()}
+            checkpoint.load_weights(own, shares, directory / f"step-{held.step}")
+            state = {
+                name: {key: self._share(value, own.get(name)) for key, value in values.items()}
+                for name, values in held.optimizer.items()
+            }
+            checkpoint.load_optimizer(self._optimizer, list(own), state)
             checkpoint.load_generators(held.generators)
             self._refresh()
         return {"step": held.step if held is not None else 0, "unusable": unusable}
@@ -307,7 +313,10 @@ class Trainer:
         return metrics | {"retaken_mean_abs_delta": check_same_weights(stored, part["trainer_logprobs"])}
 
     def float32_weights(self) -> dict[str, torch.Tensor]:
-        """The weights being trained by their names in a Hugging Face file, a tied one once; not copies."""
+        """The weights being trained by their names in a Hugging Face file, a tied one once; whole, not copies."""
+        return {name: self._whole(weight) for name, weight in self._named_weights().items()}
+
+    def _named_weights(self) -> dict[str, torch.Tensor]:
         names = [name for name, _ in self.model.named_parameters()]
         return {name: weight.detach() for name, weight in zip(names, self._weights, strict=True)}
 
@@ -329,6 +338,14 @@ class Trainer:
     ) -> tuple[float, float]:
         """Put together what was computed elsewhere: log-probs and ballot in place, sums of loss and KL returned."""
         return sums
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What is held here of `tensor`, put together with what others hold."""
+        return tensor
+
+    def _share(self, whole: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
+        """What is to be held here of `whole`, which belongs to the weight `held` (None: to none that is known)."""
+        return whole
 
     def _keeps_records(self) -> bool:
         return True

@@ -1,0 +1,79 @@
+"""Echo arms: a captured run against its token-echo baseline: what is equal, and what echo got wrong.
+
+In: two runs of one recipe that differ in `token_capture.enabled`. Out: one row a pair of trained rollouts, by task and
+place. With a seed for each call (`sampling.seed_each_call`) and the same weights both arms sample the same answers, up
+to the engine's rounding; from the second step on their weights may differ, because their rows do.
+Invariant: equal texts have equal rewards, since a reward sees nothing but the text. Not here: how far trainer and
+sampler are apart (the runs' own steps), pairs with intervals (arms).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import polars as pl
+
+from workbench.inspect.arms import pair_up
+
+STEP_COLUMNS = ("reward_mean", "mean_abs_logprob_delta", "token_mult_prob_error", "gen_kl_error", "echo_wrong_rows")
+"""What `steps_side_by_side` shows of each arm; the echo arm's columns end in `_echo`."""
+
+
+def echo_pairs(captured: Any, echoed: Any) -> pl.DataFrame:
+    """One row a pair that was trained on in both arms, sorted by task and place.
+
+    Columns: task_id, index, rollout_id, rollout_id_echo, same_prompt (the ids before the first sampled token),
+    same_text (every answer, as text), same_tokens (the whole rows, as ids), reward, reward_echo, wrong_at (first token
+    of the echo arm's row that is not what the engine ran; null: none).
+    """
+    wrong = echoed.rollouts.filter(pl.col("sample_mask") == 1).select("rollout_id", wrong_at="position")
+    pairs = pair_up(captured.rollouts, echoed.rollouts).filter((pl.col("valid") == 1) & (pl.col("valid_other") == 1))
+    rows = []
+    for pair in pairs.to_dicts():
+        one, other = captured.tokens(pair["rollout_id"]), echoed.tokens(pair["rollout_id_other"])
+        rows.append(
+            {
+                "task_id": pair["task_id"],
+                "index": pair["index"],
+                "rollout_id": pair["rollout_id"],
+                "rollout_id_echo": pair["rollout_id_other"],
+                "same_prompt": _prompt(one) == _prompt(other),
+                "same_text": _answers(captured, one) == _answers(echoed, other),
+                "same_tokens": one["token_id"].to_list() == other["token_id"].to_list(),
+                "reward": pair["reward"],
+                "reward_echo": pair["reward_other"],
+            }
+        )
+    frame = pl.DataFrame(rows, schema=_SCHEMA)
+    return frame.join(wrong, left_on="rollout_id_echo", right_on="rollout_id", how="left", maintain_order="left")
+
+
+_SCHEMA = {
+    "task_id": pl.String,
+    "index": pl.Int64,
+    "rollout_id": pl.String,
+    "rollout_id_echo": pl.String,
+    "same_prompt": pl.Boolean,
+    "same_text": pl.Boolean,
+    "same_tokens": pl.Boolean,
+    "reward": pl.Float64,
+    "reward_echo": pl.Float64,
+}
+
+
+def steps_side_by_side(captured: Any, echoed: Any) -> pl.DataFrame:
+    """One row a step that both arms took: `STEP_COLUMNS` of the captured arm, then those of the echo arm."""
+    one, other = (run.steps.select("step", *STEP_COLUMNS) for run in (captured, echoed))
+    return one.drop("echo_wrong_rows").join(other, on="step", how="inner", suffix="_echo").sort("step")
+
+
+def _prompt(tokens: pl.DataFrame) -> list[int]:
+    sampled = tokens["sampled"].to_list()
+    return tokens["token_id"].to_list()[: sampled.index(True) if True in sampled else None]
+
+
+def _answers(run: Any, tokens: pl.DataFrame) -> list[bytes]:
+    """What was sampled in each call, as bytes of text; special tokens are none."""
+    sampled = tokens.filter("sampled").group_by("model_call_id", maintain_order=True).agg("token_id")
+    pieces = run.vocabulary().pieces
+    return [b"".join(pieces.get(token_id, b"") for token_id in ids) for ids in sampled["token_id"].to_list()]
