@@ -1,11 +1,11 @@
 """The order of the whole suite, alone and on several processes.
 
-One process: fast tests first, then those that start Ray or a browser, then those with an engine. A slip in the arithmetic
-is then reported in seconds.
+One process: fast tests first, then those that start Ray or a browser, then those with an engine. A slip in the
+arithmetic is then reported in seconds.
 
-Several (`-n 2 --dist loadgroup`, as `make test` runs it): everything that starts Ray or an engine is one group, which one
-process begins with, so that a machine of two cores never runs two engines; every other file is a group of its own, and
-those that share executed notebooks are one. The waits of the first are then filled with the work of the others.
+Several (`-n 2 --dist loadgroup`, as `make test` runs it): everything that starts Ray or an engine is one group, which
+one process begins with, so that a machine of two cores never runs two engines; every other file is a group of its own,
+and those that share executed notebooks are one. The waits of the first are filled with the work of the others.
 Not here: fixtures (`tests/conftest.py`).
 """
 
