@@ -37,7 +37,7 @@ campaign: models ## one campaign: make campaign [RECIPE=cpu_smoke] [ARGS="train.
 
 test: models ## lint and all tests, those with Ray, engines and a browser included
 	@$(PY) tools/chromium.py >/dev/null || true # where there is none, the tests that need one say so and fail
-	@$(PY) -m ruff check .
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 	@$(PY) -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 test-fast: models ## the tests that need no Ray, engine, kernel or browser, in under three minutes
@@ -48,7 +48,7 @@ soak: models ## a long scripted campaign and every part killed with real deadlin
 		tests/campaign/soak_resume.py tests/campaign/soak_learns.py tests/campaign/test_deaths.py --timeout 7200 $(PYTEST_ARGS)
 
 check: models ## lint, types and the fast tests
-	@$(PY) -m ruff check .
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 	@$(PY) -m mypy
 	@$(PY) -m pytest $(SIDE_BY_SIDE) -m "$(FAST)" $(PYTEST_ARGS)
 
