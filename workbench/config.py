@@ -277,13 +277,13 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
         key = key or message.partition(":")[0]
         message = message if message.startswith(key) else f"{key}: {message}"
     else:
-        message = f"{key}: expected {_allowed(fault['loc'])}, got {fault['input']!r}"
+        message = f"{key}: expected {allowed_in_words(fault['loc'])}, got {fault['input']!r}"
     origin = origins.get(key) or next((o for k, o in origins.items() if k.startswith(key + ".") and o != SCHEMA), None)
     return (f"{origin}: " if origin not in (None, SCHEMA) else "") + message + more
 
 
-def _allowed(location: tuple[int | str, ...]) -> str:
-    """What a field takes, in words: `a whole number ≥ 1`, `one of 'vllm', 'scripted'`."""
+def allowed_in_words(location: Sequence[int | str]) -> str:
+    """What the field at this key path takes, in words: `a whole number ≥ 1`, `one of 'vllm', 'scripted'`."""
     schema: Any = Recipe
     field = None
     for part in location:
