@@ -20,7 +20,8 @@ class Arm:
         self.rows = dict(zip(names, rows, strict=True))
         self.rollouts = pl.DataFrame(
             {
-                "group_id": "g0", "task_id": "t-1", "index": range(len(rows)), "rollout_id": names, "cause": None,
+                "task_seed": 1, "group_id": "g0", "task_id": "t-1",
+                "index": range(len(rows)), "rollout_id": names, "cause": None,
                 "reward": [reward for _, reward, _ in rows], "sample_mask": [1] * (len(rows) - 1) + [0], "calls": 2,
                 "failed_calls": 0, "tokens": 9, "sampled_tokens": 4, "position": [wrong for _, _, wrong in rows],
             },
@@ -64,6 +65,7 @@ def test_equal_text_of_other_tokens_is_told_from_equal_tokens():
     assert pairs["same_text"].to_list() == [True, True, False, False]
     assert pairs["same_tokens"].to_list() == [True, False, False, False]
     assert pairs["wrong_at"].to_list() == [None, 3, None, None]
+    assert pairs["task_seed"].to_list() == [1] * 4
     same = pairs.filter("same_text")
     assert (same["reward"] == same["reward_echo"]).all()
     steps = steps_side_by_side(captured, echoed)

@@ -113,7 +113,7 @@ class RolloutPump:
             await asyncio.shield(state.supply.abort(left.group_id))
             raise
         if not left.recorded:
-            self._record(step, group, None)
+            self._record(step, self._task_seed(left.number), group, None)
         await self._commit(group, left.weight_version)
         return True
 
@@ -153,7 +153,7 @@ class RolloutPump:
             await state.supply.abort(group_id)
             state.writer.event("group_replaced", step=step, group_id=group_id, cause=group.exit_cause)
             return False
-        self._record(step, group, sampled_s)
+        self._record(step, task.seed, group, sampled_s)
         await self._commit(group, version)
         return True
 
@@ -184,7 +184,7 @@ class RolloutPump:
         async with self._agents:
             return await self._player.play(plan)
 
-    def _record(self, step: int, group: FinalizedGroup, sampled_s: float | None) -> None:
+    def _record(self, step: int, task_seed: int, group: FinalizedGroup, sampled_s: float | None) -> None:
         writer = self._state.writer
         for row in group.rows:
             if row.cause is not None:
@@ -199,5 +199,5 @@ class RolloutPump:
                     call_id=row.call_id,
                     position=row.position,
                 )
-        writer.group({"step": step, "sampling_s": sampled_s, **group.store_record()})
+        writer.group({"step": step, "task_seed": task_seed, "sampling_s": sampled_s, **group.store_record()})
         self._state.watch.moved()

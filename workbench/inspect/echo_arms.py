@@ -22,10 +22,11 @@ STEP_COLUMNS = ("reward_mean", "mean_abs_logprob_delta", "token_mult_prob_error"
 def echo_pairs(captured: Any, echoed: Any) -> pl.DataFrame:
     """One row a pair that was trained on in both arms, sorted by task and place.
 
-    Columns: task_id, index, rollout_id, rollout_id_echo, same_prompt (the ids before the first sampled token),
-    same_text (every answer, as text), same_tokens (the whole rows, as ids), reward, reward_echo, wrong_at (first token
-    of the echo arm's row that is not what the engine ran; null: none).
+    Columns: task_id, task_seed, index, rollout_id, rollout_id_echo, same_prompt (the ids before the first sampled
+    token), same_text (every answer, as text), same_tokens (the whole rows, as ids), reward, reward_echo, wrong_at
+    (first token of the echo arm's row that is not what the engine ran; null: none).
     """
+    seeds = captured.rollouts.select("rollout_id", "task_seed")
     wrong = echoed.rollouts.filter(pl.col("sample_mask") == 1).select("rollout_id", wrong_at="position")
     pairs = pair_up(captured.rollouts, echoed.rollouts).filter((pl.col("valid") == 1) & (pl.col("valid_other") == 1))
     rows = []
@@ -45,7 +46,9 @@ def echo_pairs(captured: Any, echoed: Any) -> pl.DataFrame:
             }
         )
     frame = pl.DataFrame(rows, schema=_SCHEMA)
-    return frame.join(wrong, left_on="rollout_id_echo", right_on="rollout_id", how="left", maintain_order="left")
+    frame = frame.join(seeds, on="rollout_id", how="left", maintain_order="left")
+    frame = frame.join(wrong, left_on="rollout_id_echo", right_on="rollout_id", how="left", maintain_order="left")
+    return frame.select("task_id", "task_seed", pl.exclude("task_id", "task_seed"))
 
 
 _SCHEMA = {

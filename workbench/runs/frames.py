@@ -26,10 +26,12 @@ ADDED: dict[str, tuple[Column, ...]] = {
     "steps": (Column("run", "str", "", "run"),),
     "groups": (
         Column("run", "str", "", "run"),
+        Column("task_seed", "i64", "", "what the group's task was drawn with; null: not by a campaign"),
         Column("step", "i64", "", "optimiser step the group was sampled for"),
     ),
     "rollouts": (
         Column("run", "str", "", "run"),
+        Column("task_seed", "i64", "", "what its task was drawn with; null: not by a campaign"),
         Column("step", "i64", "", "optimiser step the group was sampled for"),
         Column("verified", "bool", "", "the row passed every check of the verifier"),
     ),

@@ -258,10 +258,12 @@ class Run:
         return frames.frame_of("groups", [{"run": self.name, **row} for row in self._lines("groups")])
 
     def _build_rollouts(self) -> pl.DataFrame:
-        step_of = {row["group_id"]: row.get("step") for row in self._lines("groups")}
+        of_group = {
+            row["group_id"]: {name: row.get(name) for name in ("step", "task_seed")} for row in self._lines("groups")
+        }
         stored = self._read("rows", frames.scalar_columns("rollouts"))
         rows = [
-            {**row, "run": self.name, "step": step_of.get(row["group_id"]), "verified": _is_verified(row)}
+            {**row, "run": self.name, **of_group.get(row["group_id"], {}), "verified": _is_verified(row)}
             for row in stored.sort("group_id", "index").to_dicts()
         ]
         return frames.frame_of("rollouts", rows)
