@@ -144,7 +144,7 @@ def _plain_carry(mask_T: np.ndarray, logprobs_T: np.ndarray) -> int | None:
     # Compared as bytes: that is several times quicker than element by element, and -0.0 is for the closer look.
     if mask_T.tobytes() != _STEP[4 * (_WINDOW - carry) : 4 * (_WINDOW - carry + size)]:
         return None
-    # A sum of squares is finite where every term is, or overflows, which is for the closer look too; vdot does not warn.
+    # A sum of squares is finite where every term is, or overflows: for the closer look too. `vdot` does not warn of it.
     if logprobs_T[:carry].tobytes() != _STEP[: 4 * carry] or not math.isfinite(np.vdot(logprobs_T, logprobs_T)):
         return None
     return carry
