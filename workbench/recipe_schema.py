@@ -213,11 +213,6 @@ class Recipe(Section):
                 f"ray.num_cpus: expected at least {needed} logical CPUs, because TransferQueue takes one for its "
                 f"controller and one for each of {self.data_plane.storage_units} storage units; got {self.ray.num_cpus}"
             )
-        if self.train.live_calls == "straddle" and not self.token_capture.enabled:
-            raise ValueError(
-                "train.live_calls: expected 'finish', because without token capture nobody knows which token came from "
-                "which weights; got 'straddle'"
-            )
         if self.rollouts.stall_timeout_s < self.train.sync_timeout_s:
             raise ValueError(
                 f"rollouts.stall_timeout_s: expected at least train.sync_timeout_s ({self.train.sync_timeout_s:g}), "

@@ -41,14 +41,12 @@ class Weights:
         Raises WeightSyncError where worker and trainer disagree, DeadlineExceeded and ComponentDied naming the part.
         """
         fleet, timeout_s = self._fleet, self._recipe.train.sync_timeout_s
-        self._writer.status(phase="weight sync", step=step)
+        self._writer.status_soon(phase="weight sync", step=step)
         began = time.monotonic()
         path = await within(fleet.trainer.publish.remote(step), timeout_s, "the trainer", f"publishing step {step}")
         published = time.monotonic()
         timings = await within(
-            fleet.worker.update_weights.remote(
-                path, step, hold=True, straddle=self._recipe.train.live_calls == "straddle"
-            ),
+            fleet.worker.update_weights.remote(path, step, hold=True),
             timeout_s,
             "the policy worker",
             f"loading step {step}",

@@ -142,7 +142,6 @@ class CapturingEngine(GatedEngine):
                     last = None
                     # The engine knows the call by our own id: a client's could repeat, and an abort is by id.
                     async for output in self._engine.generate(prompt, params, call.admission.model_call_id, **kwargs):
-                        await self._gate.proved()
                         collected.add(output)
                         if output.finished:
                             last = output
@@ -183,7 +182,7 @@ class CapturingEngine(GatedEngine):
             prompt_token_ids=collected.prompt_ids,
             generated_token_ids=collected.sampled_ids,
             logprobs=collected.logprobs,
-            extras=collected.extras(active.weight_version),
+            extras=collected.extras(),
         )
         staged_s = time.monotonic() - began
         failure = self._core.detail(call.admission.model_call_id)

@@ -75,7 +75,12 @@ class RankTrainer(Trainer):
         return list(model.parameters())
 
     def _refresh(self) -> None:
-        """Nothing to do: the lower precision is that of the gathered copies."""
+        """Let go of gathered weights that a pass without a backward pass has left: they are the old ones."""
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _token_logprobs(self, ids: torch.Tensor, mask: torch.Tensor, temperature: float | torch.Tensor) -> torch.Tensor:
         return cast(Any, self.model).token_logprobs(ids, mask, temperature)
