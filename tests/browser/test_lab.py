@@ -62,7 +62,7 @@ def test_the_chain_says_which_calls_were_trained_on(chain: Locator) -> None:
         "Rollout demo.0.0.0 · 4 calls · 1 side branch · 164 tokens (48 sampled) · reward 0.167368 · verified"
     )
     expect(chain.locator(".wb-custody.verified")).to_be_visible()
-    expect(chain.locator(".wb-card.trained")).to_have_count(3)
+    expect(chain.locator(".wb-card.chain")).to_have_count(3)
     expect(chain.locator(".wb-card")).to_have_count(4)
     expect(chain.locator(".wb-branch", has_text="side branch after #1")).to_be_visible()
     expect(chain.locator(".wb-error")).to_be_hidden()
@@ -76,14 +76,14 @@ def test_the_snapshot_is_folded_away_while_the_widget_is_there(chain_page: Noteb
 
 
 def test_clicking_a_branch_opens_its_tokens(chain_page: NotebookPage, chain: Locator) -> None:
-    branch = chain.locator(".wb-card:not(.trained)")
+    branch = chain.locator(".wb-card:not(.chain)")
     branch.click()
     expect(branch).to_have_class(re.compile(r"\bat\b.*\bchosen\b"))
     expect(detail(chain)).to_contain_text("side branch: another request after the same call")
     tokens = chain_page.view("chain = PrefixChain", "TokenStrip")
     call_id = branch.get_attribute("data-call")
     expect(tokens.locator(".wb-title")).to_contain_text("136 tokens (32 sampled)")
-    expect(tokens.locator(".wb-line.call").last).to_contain_text("call 2 of 2")
+    expect(tokens.locator(".wb-line.call").last).to_contain_text("call #2")
     assert call_id
     expect(tokens.locator(".wb-line.call").last).to_contain_text(call_id[:8])
     expect(tokens.locator(".wb-t.s").first).to_be_visible()
@@ -96,7 +96,7 @@ def test_the_chain_is_walked_by_keyboard(chain_page: NotebookPage, chain: Locato
         expect(at(chain)).to_contain_text(card)
         expect(detail(chain)).to_contain_text(f"call {card}")
     chain.press("?")
-    expect(chain.locator(".wb-help")).to_contain_text("next call that was not trained on")
+    expect(chain.locator(".wb-help")).to_contain_text("next call beside the chain")
     chain.press("?")
     expect(chain.locator(".wb-help")).to_be_hidden()
     assert chain_page.cells.count() == cells, "a key went through to the notebook, where d d deletes a cell"

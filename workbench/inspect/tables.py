@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from workbench.inspect import html as markup
 from workbench.inspect.ids import short_id
 from workbench.inspect.snapshot import LiveView
-from workbench.inspect.style import REJECTED, panels, say_nothing_to_show
+from workbench.inspect.style import bar_list, panels, say_nothing_to_show
 from workbench.runs.drift import drift_frame
 from workbench.wire import Cause
 
@@ -94,27 +94,21 @@ class PoisonTable(LiveView):
             figure, (only,) = panels(0.7)
             say_nothing_to_show(only, self.sentence().removeprefix("Causes · "))
             return figure
-        figure, (matrix, totals) = panels(1.45 + 0.36 * len(names), columns=2, width_ratios=[2.1, 1])
+        counts, height = shown["rollouts"].to_list(), 1.45 + 0.36 * len(names)
+        more = "" if len(names) == self.causes.height else f"; {len(names)} of {self.causes.height} causes, all below"
+        title = f"of {self.total:,} rollouts{more}"
+        if self.by_step.is_empty():
+            figure, (only,) = panels(height - 0.5)
+            bar_list(only, names, counts, f"rejected, {title}", self.total)
+            return figure
+        figure, (matrix, totals) = panels(height, columns=2, width_ratios=[2.1, 1])
         self._draw_matrix(matrix, names)
-        counts = shown["rollouts"].to_list()
-        totals.barh(range(len(names)), counts, height=0.62, color=REJECTED, hatch="////", edgecolor="white", lw=0)
-        for y, value in enumerate(counts):
-            totals.text(value, y, f" {value:,} ({value / self.total:.1%})", va="center", fontsize=8.5)
-        totals.grid(visible=False)
+        bar_list(totals, names, counts, title, self.total)
         totals.set_yticks([])
-        totals.set_xticks([])
-        totals.set_ylim(len(names) - 0.5, -0.5)
-        totals.set_xlim(0, max(counts) * 1.6)
-        totals.set_title(f"of {self.total:,} rollouts")
         return figure
 
     def _draw_matrix(self, ax: Axes, names: list[str]) -> None:
         """Counts by cause and step; more than 24 steps are gathered into equal ranges."""
-        if self.by_step.is_empty():
-            say_nothing_to_show(ax, "no optimiser steps: by cause only")
-            ax.set_yticks(range(len(names)), names)
-            ax.set_ylim(len(names) - 0.5, -0.5)
-            return
         first, last = min([1, *self.by_step["step"].to_list()]), self.last_step
         size = max(1, -(-(last - first + 1) // 24))
         bins = (last - first) // size + 1
@@ -142,7 +136,7 @@ class PoisonTable(LiveView):
             calls = int(self.failures["calls"].sum())
             parts.append(
                 markup.line(
-                    f"{markup.count(calls, 'call')} left no tokens; only those that bear on the trained chain reject "
+                    f"{markup.count(calls, 'call')} left no tokens; only those that bear on the terminal chain reject "
                     "their rollout."
                 )
             )
