@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import polars as pl
 
+from workbench.inspect.causes import explain
 from workbench.inspect.ids import short_id
 
 State = Literal["verified", "rejected", "open", "unknown"]
@@ -31,11 +32,13 @@ RELATION_WORDS = {
 
 @dataclass(frozen=True)
 class Custody:
-    """`digest` is the cumulative hash of the terminal call, shortened; None where there is no terminal."""
+    """`digest` is the cumulative hash of the terminal call, shortened; None where there is no terminal. `meaning` is
+    what the vocabulary says of the cause of a rejected one."""
 
     state: State
     words: str
     digest: str | None = None
+    meaning: str = ""
 
     def sentence(self) -> str:
         """State, reason and digest in one line."""
@@ -58,7 +61,7 @@ def custody_of(rollout: dict[str, Any] | None, calls: pl.DataFrame | None, *, fr
         words = "not finalised yet: nothing is verified" if from_run else "custody not shown: made from a bare frame"
         return Custody("open" if from_run else "unknown", words, digest)
     if rollout.get("cause"):
-        return Custody("rejected", rejection(rollout), digest)
+        return Custody("rejected", rejection(rollout), digest, explain(rollout["cause"]))
     if rollout.get("verified"):
         words = f"verified, terminal by {rollout.get('terminal_selection')}, {trained_words(rollout)}"
         return Custody("verified", words, digest)

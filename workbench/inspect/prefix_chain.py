@@ -206,6 +206,8 @@ class PrefixChain(LiveView):
         parts = [markup.line(self.sentence(), strong=True)]
         if self.custody.state != "unknown":
             parts.append(markup.line(f"Custody: {self.custody.sentence()}"))
+        if self.custody.meaning:
+            parts.append(markup.line(self.custody.meaning, muted=True))
         header = ("path", "#", "call", "mode", "carry", "sampled", "total", "version", "finish", "digest", "why here")
         parts.append(markup.table(header, rows))
         drawn = len(self._drawn())

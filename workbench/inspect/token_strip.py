@@ -173,6 +173,8 @@ class TokenStrip(LiveView):
         parts = [markup.line(self.sentence(), strong=True)]
         if self.custody.state != "unknown":
             parts.append(markup.line(f"Custody: {self.custody.sentence()}"))
+        if self.custody.meaning:
+            parts.append(markup.line(self.custody.meaning, muted=True))
         if self.vocabulary is None:
             parts.append(markup.line("No vocabulary at hand: ids are shown, not text.", muted=True))
         parts.append(self.text_block())
