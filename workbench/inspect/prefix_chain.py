@@ -46,6 +46,7 @@ _SHOWN = (
     "detail",
     "drift",
 )
+_LINKS = ("model_call_id", "parent_call_id", "admitted_at", "failure_reason")
 _MOST_TRACKS = 24
 ROOTLESS = frozenset({"failed", "unresolved"})
 
@@ -78,8 +79,7 @@ class PrefixChain(LiveView):
             raise RunStoreError(_no_calls(source, calls, rollout_id))
         self.rollout = rollout_row(source, rollout_id)
         self.custody = custody_of(self.rollout, self.calls, from_run=self.source is not None)
-        last = self.rollout or {}
-        self.contenders = contenders(self.calls.to_dicts(), last.get("cause"), last.get("terminal_attribution_reason"))
+        self.contenders = self._contenders()
         self.max_calls = max_calls
         self.max_rows = max_rows
         self._rows = self.calls.select(pl.col(name) for name in _SHOWN if name in calls.columns).to_dicts()
@@ -89,6 +89,13 @@ class PrefixChain(LiveView):
             [row["relation"] == "chain" for row in self._rows],
             [row["relation"] in ROOTLESS and _attached_to(row) is None for row in self._rows],
         )
+
+    def _contenders(self) -> dict[str, str]:
+        """The calls between which no terminal could be chosen, each with the words for it; empty for most rollouts."""
+        if self.rollout is None or self.rollout.get("cause") is None:
+            return {}
+        links = self.calls.select(name for name in _LINKS if name in self.calls.columns).to_dicts()
+        return contenders(links, self.rollout["cause"], self.rollout.get("terminal_attribution_reason"))
 
     def sentence(self) -> str:
         chain = [row for row in self._rows if row["relation"] == "chain"]
