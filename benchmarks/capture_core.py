@@ -31,13 +31,16 @@ class Memory:
         self.calls.append(call)
 
 
-def captured(turns: list[inputs.Turn]) -> tuple[list[StagedCall], list[CommitCoords]]:
+def captured(turns: list[inputs.Turn], rollout_id: str = inputs.ROLLOUT) -> tuple[list[StagedCall], list[CommitCoords]]:
     """What capturing a chain stages and answers; parents' hashes are learnt on the way."""
     sink, answers = Memory(), []
     core = CaptureCore(sink, lambda: 1, sink_timeout_s=None)
     for number, turn in enumerate(turns):
         parent = answers[-1].chain_hash if answers else None
-        call = core.begin(_admission(turn, parent, number), turn.prefix if turn.parent else None)
+        call = core.begin(
+            CaptureAdmission.model_validate(inputs.admission(turn, parent, number, rollout_id)),
+            turn.prefix if turn.parent else None,
+        )
         answers.append(
             core.complete(call, prompt_token_ids=turn.prompt, generated_token_ids=turn.sampled, logprobs=turn.logprobs)
         )
@@ -134,7 +137,3 @@ def measure() -> list[Figure | Growth]:
         )
     )
     return figures
-
-
-def _admission(turn: inputs.Turn, parent_chain_hash: str | None, number: int) -> CaptureAdmission:
-    return CaptureAdmission.model_validate(inputs.admission(turn, parent_chain_hash, number))

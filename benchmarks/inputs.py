@@ -39,23 +39,23 @@ def turns(calls: int, tokens: int, seed: int = 0) -> list[Turn]:
     return made
 
 
-def admission(turn: Turn, parent_chain_hash: str | None, number: int) -> dict[str, Any]:
+def admission(turn: Turn, parent_chain_hash: str | None, number: int, rollout_id: str = ROLLOUT) -> dict[str, Any]:
     """The admission of a turn as both implementations read it."""
     return {
-        "rollout_id": ROLLOUT,
+        "rollout_id": rollout_id,
         "model_call_id": turn.call_id,
         "parent_call_id": turn.parent,
         "prev_len": int(turn.prefix.size),
         "mode": "token_in" if turn.parent else "text",
-        "staging_chain": [f"{ROLLOUT}/c{earlier}" for earlier in range(number)],
+        "staging_chain": [f"{rollout_id}/c{earlier}" for earlier in range(number)],
         "parent_chain_hash": parent_chain_hash,
     }
 
 
-def receipt(records: list[dict[str, Any]]) -> dict[str, Any]:
+def receipt(records: list[dict[str, Any]], rollout_id: str = ROLLOUT) -> dict[str, Any]:
     """The receipt of a chain, its last call the terminal one; `records` are its manifest rows."""
     return {
-        "rollout_id": ROLLOUT,
+        "rollout_id": rollout_id,
         "terminal_model_call_id": records[-1]["model_call_id"],
         "manifest": records,
         "terminal_selection": "declared",

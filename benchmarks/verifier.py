@@ -13,20 +13,27 @@ from benchmarks.capture_core import captured, hashing
 from benchmarks.measure import Figure, Growth, alternate, median, rate, ratio, timed
 from benchmarks.reference import against_reference
 from workbench.finalizer import verify_and_linearize
-from workbench.wire import RolloutReceipt
+from workbench.wire import RolloutReceipt, StagedCall
 
 CALLS, TOKENS = 100, 1_000
 SIZES = (25, 50, 100, 200)
 
 
-def job(calls: int, tokens: int) -> Callable[[], Any]:
-    """Verify and linearise one chain."""
-    staged, answers = captured(inputs.turns(calls, tokens))
+def custody(
+    calls: int, tokens: int, rollout_id: str = inputs.ROLLOUT, seed: int = 0
+) -> tuple[RolloutReceipt, list[StagedCall]]:
+    """The receipt and the staged calls of one captured chain."""
+    staged, answers = captured(inputs.turns(calls, tokens, seed), rollout_id)
     records = [
         {**coords.model_dump(exclude={"disposition", "rollout_id"}), "mode": call.mode, "response_id": f"r{number}"}
         for number, (call, coords) in enumerate(zip(staged, answers, strict=True))
     ]
-    receipt = RolloutReceipt.model_validate(inputs.receipt(records))
+    return RolloutReceipt.model_validate(inputs.receipt(records, rollout_id)), staged
+
+
+def job(calls: int, tokens: int) -> Callable[[], Any]:
+    """Verify and linearise one chain."""
+    receipt, staged = custody(calls, tokens)
     return lambda: verify_and_linearize(receipt, staged)
 
 
