@@ -45,12 +45,16 @@ class Memory:
         self.rss: dict[str, list[int]] = {name: [] for name in self._processes}
 
     async def sample(self) -> None:
-        """Every second until the campaign ends."""
+        """Every second until the campaign's parts end."""
         groups = self._running.run_dir / "groups.jsonl"
         while not self._running.task.done():
+            try:
+                rss = {name: process.memory_info().rss for name, process in self._processes.items()}
+            except psutil.NoSuchProcess:
+                return
             self.groups.append(groups.read_bytes().count(b"\n"))
-            for name, process in self._processes.items():
-                self.rss[name].append(process.memory_info().rss)
+            for name, value in rss.items():
+                self.rss[name].append(value)
             await asyncio.wait([self._running.task], timeout=1.0)
 
     def report(self) -> dict[str, dict[str, float]]:
@@ -83,7 +87,7 @@ async def test_a_long_campaign_loses_doubles_and_keeps_nothing(ray_cluster: Any,
         folder,
         f"train.steps={steps}", f"train.groups_per_step={GROUPS_A_STEP}", f"train.rollouts_per_group={N}",
         "rollouts.max_inflight_groups=8", "environment.misbehave.retry=0.1", "environment.misbehave.branch=0.1",
-        "environment.misbehave.edit=0.05", "environment.misbehave.stream=0.2",
+        "environment.misbehave.edit=0.05", "environment.misbehave.stream=0.2", "checkpoint.every=10",
         delay_s=0.0,
     )  # fmt: skip
     began = time.monotonic()

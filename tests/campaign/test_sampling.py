@@ -13,7 +13,7 @@ from workbench.campaign.sampling import RolloutPump
 from workbench.campaign.supply import Supply
 from workbench.campaign.watch import Watch
 from workbench.config import load_recipe
-from workbench.errors import ComponentDied
+from workbench.errors import ComponentDied, GroupsDropped
 from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome
 from workbench.finalizer.metrics import GroupMetrics
 from workbench.train.buffer import ReplayBuffer
@@ -62,6 +62,7 @@ class Bench:
             weights=self.versions,
             supply=self.supply,
             replaced=0,
+            dropped_in_a_row=0,
             evicted=0,
             rejections={},
         )
@@ -150,6 +151,20 @@ async def test_a_group_that_leaves_by_its_exit_is_replaced_so_that_no_step_train
     assert [e["group_id"] for e in bench.events if e["kind"] == "group_replaced"] == ["g00000", "g00002"]
     # Every group, a replacement too, was started at weights its step may train on.
     assert all(entry.weight_version >= 1 for entry in second)
+
+
+async def test_groups_that_all_leave_by_their_exit_end_the_campaign_with_the_cause_and_how_many_they_were():
+    bench = Bench("rollouts.max_dropped_in_a_row=3", "rollouts.max_inflight_groups=1")
+    # One that becomes rows in between, and the count begins again.
+    bench.exits = {f"g{number:05d}" for number in range(100)} - {"g00002"}
+    bench.release.set()
+    with pytest.RaisesGroup(GroupsDropped) as caught:
+        await asyncio.wait_for(bench.pump.run(), 10)
+    (error,) = caught.value.exceptions
+    assert "4 groups in a row" in str(error) and "rollouts.max_dropped_in_a_row=3" in str(error)
+    assert f"the last was g00006 ({Cause.ROUTE_DIMS_UNKNOWN}: " in str(error)
+    assert [group for _, group in bench.started()] == [f"g{number:05d}" for number in range(7)]
+    assert bench.state.replaced == 6 and bench.supply.buffer.state("g00002") == "ready"
 
 
 async def test_a_full_buffer_holds_the_pump_back_until_the_trainer_takes_groups():

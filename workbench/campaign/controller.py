@@ -195,7 +195,7 @@ def _take_over(run_dir: Path, writer: RunWriter) -> LeftOff:
 
 
 def _say_phase(writer: RunWriter, phase: str) -> None:
-    writer.status(phase=phase)
+    writer.status_soon(phase=phase)
 
 
 def _first_cause(group: BaseExceptionGroup) -> BaseException:

@@ -176,7 +176,7 @@ class _Session:
                         await lines.look()
 
     def _phase(self, phase: str) -> None:
-        self.writer.status(phase=phase)
+        self.writer.status_soon(phase=phase)
         print(phase, file=sys.stderr, flush=True)
 
     async def _watch(self, fleet: Fleet) -> None:
