@@ -42,6 +42,8 @@ CONTROL_TOKEN = "WORKBENCH_CONTROL_TOKEN"
 WORKER_TOKEN = "WORKBENCH_WORKER_TOKEN"
 WORKER_CONCURRENCY = 64
 HURRIED_S = 2.0
+# Its processes start one after the other and import torch first: 15 s alone, and two minutes on a busy machine.
+_DATA_PLANE_STARTS_WITHIN_S = 180.0
 # Fetch, publish, clear: together they end before the controller stops waiting, so that the one at fault is named.
 FINALIZER_REQUESTS = 4
 
@@ -184,9 +186,9 @@ class Fleet:
                 storage_units=plane.storage_units,
                 send_recv_timeout_s=plane.send_recv_timeout_s,
                 max_attempts=plane.max_attempts,
-                start_timeout_s=90.0,
+                start_timeout_s=_DATA_PLANE_STARTS_WITHIN_S,
             ),
-            100.0,
+            _DATA_PLANE_STARTS_WITHIN_S + 10.0,
             "TransferQueue",
             "starting",
         )
