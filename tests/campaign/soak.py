@@ -117,6 +117,7 @@ async def test_a_long_campaign_loses_doubles_and_keeps_nothing(ray_cluster: Any,
         "seconds": round(seconds, 1),
         "groups_a_second": round(groups / seconds, 2),
         "loop_lag_p99_s": finished["loop_lag_p99_s"],
+        "loop_lag_own_p99_s": finished["loop_lag_own_p99_s"],
         "swept": swept,
         "memory": grown,
         "verified": repr(verified),
@@ -131,6 +132,7 @@ async def test_a_long_campaign_loses_doubles_and_keeps_nothing(ray_cluster: Any,
     assert swept["left"] == {"staging": 0, "train": 0}
     assert not running.events("finalizer_lost") and verified.ok
     assert await running.survivors() == []
+    assert finished["loop_lag_own_p99_s"] <= 0.05
     growing = {
         name: row
         for name, row in grown.items()

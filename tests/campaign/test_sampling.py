@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -196,3 +197,16 @@ async def test_the_error_says_what_was_in_flight_though_everything_has_been_canc
     assert str(found) == "the gateway died: ended with code -9; in flight: g00007 (sampling), step 3 (training)."
     busy = {"the trainer": lambda: asyncio.sleep(3600)}
     assert await watch.find_dead(busy, 0.05) is None
+
+
+async def test_what_keeps_the_loop_is_measured_apart_from_what_keeps_the_machine():
+    watch = Watch(60.0)
+    assert watch.loop_lag_p99_s() == {"total": None, "own": None}
+    measuring = asyncio.create_task(watch.measure_loop_lag())
+    await asyncio.sleep(0)
+    time.sleep(1.0)  # noqa: ASYNC251 - blocks the loop, which is what is measured
+    await asyncio.sleep(0.2)
+    measuring.cancel()
+    lag = watch.loop_lag_p99_s()
+    # A sleeping thread waits for no processor, so all of it is the loop's own, whatever else the machine does.
+    assert lag["total"] >= 0.5 and 0 < lag["own"] <= lag["total"]

@@ -132,7 +132,8 @@ class Campaign:
             weight_version=state.weights.version,
             groups_replaced=state.replaced,
             rejections=dict(state.rejections),
-            loop_lag_p99_s=state.watch.loop_lag_p99_s(),
+            loop_lag_p99_s=(lag := state.watch.loop_lag_p99_s())["total"],
+            loop_lag_own_p99_s=lag["own"],
         )
         return CampaignResult(self.fleet.run_dir, recipe.train.steps, state.weights.version, state.replaced)
 
