@@ -94,14 +94,14 @@ async def test_a_call_that_is_under_way_when_it_stops_is_told_so(
     route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(CONTROL_TOKEN, SECRET)
-    asked = asyncio.Event()
+    asked, over = asyncio.Event(), asyncio.Event()
 
-    async def never(request: Request) -> Response:
+    async def too_late(request: Request) -> Response:
         asked.set()
-        await asyncio.Event().wait()
-        raise AssertionError
+        await over.wait()
+        return Response(status_code=500)
 
-    async with listening(Starlette(routes=[Route("/{path:path}", never, methods=["POST"])])) as worker_url:
+    async with listening(Starlette(routes=[Route("/{path:path}", too_late, methods=["POST"])])) as worker_url:
         gateway = await asyncio.to_thread(GatewayProcess.start, settings(tmp_path, worker_url=worker_url))
         try:
             async with httpx.AsyncClient(timeout=60.0) as http:
@@ -111,6 +111,7 @@ async def test_a_call_that_is_under_way_when_it_stops_is_told_so(
                 await asyncio.to_thread(gateway.stop)
                 told = await call
         finally:
+            over.set()
             gateway.stop()
     assert (told.status_code, told.json()["error"]["code"]) == (503, "gateway_stopping")
 
