@@ -93,7 +93,7 @@ async def test_a_long_campaign_loses_doubles_and_keeps_nothing(ray_cluster: Any,
     began = time.monotonic()
     with own_data_plane():
         running = Running(recipe, run_dir)
-        await running.until(lambda: running.events("started"), 240)
+        await running.until(lambda: running.events("started"), 900)
         await running.look()
         memory = Memory(running)
         await memory.sample()
