@@ -18,6 +18,7 @@
     ├── StagingError                    a staged row is missing, unreadable or not what was asked for
     ├── ReceiptRejected                 a rollout does not verify; carries cause, call_id, position
     ├── FinalizerError
+    │   └── GroupsDropped               groups in a row could not become rows, and replacing them does not help
     ├── TrainerError
     │   ├── ReplayBufferError           a group was used out of turn (reserved twice, committed with other keys, full)
     │   └── WeightSyncError             sampler and trainer disagree after new weights, or the sync failed
@@ -136,6 +137,10 @@ class ReceiptRejected(WorkbenchError):
 
 class FinalizerError(WorkbenchError):
     """A group could not be finalised; names the group."""
+
+
+class GroupsDropped(FinalizerError):
+    """Group after group could not become rows; names the cause, and how many in a row."""
 
 
 class TrainerError(WorkbenchError):
