@@ -50,7 +50,7 @@ def reward_rise(rewards: Sequence[float | None]) -> RewardRise | None:
     error = math.sqrt(variances.sum())
     # Welch and Satterthwaite's degrees of freedom for two samples of one size.
     freedom = variances.sum() ** 2 * (quarter - 1) / (variances**2).sum() if error > 0 else quarter - 1
-    reach = t_quantile_95(freedom) * error
+    reach = t_quantile_95(float(freedom)) * error
     difference = float(last.mean() - first.mean())
     return RewardRise(
         float(first.mean()), float(last.mean()), difference, difference - reach, difference + reach, quarter
