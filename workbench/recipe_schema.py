@@ -36,7 +36,7 @@ class Section(BaseModel):
 
 class Model(Section):
     path: str = MISSING
-    """A name that `workbench models build` knows (`smollm2-135m`, `tiny`) or a Hugging Face directory."""
+    """A name that `workbench models build` knows (`smollm2-135m`, `tiny`, `tiny-moe`) or a Hugging Face directory."""
     dtype: Dtype = "bfloat16"
     """Number type of the engine's weights. float32 is for exactness tests: a third slower at best."""
     max_model_len: Annotated[int, Field(ge=64)] = 1024
@@ -55,6 +55,8 @@ class TokenCapture(Section):
     """How long a staged write may take. Longer is a capture failure of that call; its answer is served all the same."""
     cache_bytes: Annotated[int, Field(ge=0)] = 64 * 2**20
     """Memory for recent calls' token ids in the worker. 0 reads every parent back from TransferQueue."""
+    routes: bool = False
+    """Also stage which experts each token went to, of a mixture of experts. Refused for a model without any."""
 
 
 class Sampling(Section):
@@ -244,6 +246,19 @@ class Sampler(Section):
     """The sampler's own settings, such as `max_staleness: 0` of `windowed`."""
 
 
+class RouterReplay(Section):
+    """Training with the experts that sampled a token: without it the trainer's routers, whose rounding differs from the
+    engine's, choose others for some tokens, and the ratio is about another network."""
+
+    mode: Literal["none", "direct", "deferred"] = "none"
+    """`direct`: routes ride in the training rows; `deferred`: rows bring a plan, and the trainer reads the routes from
+    the run store when it takes the step. Both train the same. Needs `token_capture.routes`."""
+    missing: Literal["sentinel", "reject"] = "sentinel"
+    """What becomes of a rollout with a call whose routes are missing or do not fit: its tokens take the trainer's own
+    routers there (counted in `route_coverage`), or the rollout loses its vote. A digest that does not fit always does
+    that."""
+
+
 class Train(Section):
     steps: Positive = 6
     """Optimiser steps; the weight version after the last one is this number."""
@@ -282,6 +297,8 @@ class Train(Section):
     """Penalty for leaving the starting model."""
     off_policy: OffPolicy = Field(default_factory=OffPolicy)
     """Tokens of old weights."""
+    router_replay: RouterReplay = Field(default_factory=RouterReplay)
+    """Replay of a mixture of experts' routes."""
     sampler: Sampler = Field(default_factory=Sampler)
     """Which of the finished groups the next step takes."""
     buffer_groups: Positive | None = None
@@ -349,6 +366,16 @@ class Recipe(Section):
             raise ValueError(
                 f"checkpoint.every: expected 0, because a trainer of {self.train.ranks} ranks writes no checkpoints; "
                 f"got {self.checkpoint.every}"
+            )
+        if self.token_capture.routes and not self.token_capture.enabled:
+            raise ValueError(
+                "token_capture.routes: expected false, because routes are staged with captured calls and "
+                "token_capture.enabled is false; got true"
+            )
+        if self.train.router_replay.mode != "none" and not self.token_capture.routes:
+            raise ValueError(
+                f"train.router_replay.mode: expected none, because token_capture.routes is false and there is nothing "
+                f"to replay; got {self.train.router_replay.mode}"
             )
         if self.rollouts.stall_timeout_s < self.train.sync_timeout_s:
             raise ValueError(

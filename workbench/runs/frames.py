@@ -48,7 +48,10 @@ ADDED: dict[str, tuple[Column, ...]] = {
     ),
 }
 
-_ARRAYS = frozenset({"token_ids", "token_mask", "logprobs", "trainer_logprobs", "delta", "loss_mask", "snapshot"})
+_ARRAYS = frozenset(
+    {"token_ids", "token_mask", "logprobs", "trainer_logprobs", "delta", "loss_mask", "snapshot", "routes"}
+    | {"route_plan", "route_agreement"}
+)
 
 
 def scalar_columns(table: str) -> list[str]:
@@ -136,6 +139,7 @@ def read_parts(table: str, paths: Iterable[Path], columns: Sequence[str] | None 
 
     names = list(columns) if columns is not None else [column.name for column in schema.columns(table)]
     dtypes = schema.polars_schema(table)
+    optional = {column.name for column in schema.columns(table) if column.optional}
     empty = pl.DataFrame(schema={name: dtypes[name] for name in names})
     frames = []
     for path in paths:
@@ -143,9 +147,11 @@ def read_parts(table: str, paths: Iterable[Path], columns: Sequence[str] | None 
             # Not Polars' own reader: it looks at no checksum, and panics on a damaged page.
             with pq.ParquetFile(path, page_checksum_verification=True) as part:
                 missing = [name for name in names if name not in part.schema_arrow.names]
-                if missing:
-                    raise RunStoreError(f"{path} is not a part of table {table}: it lacks {', '.join(missing)}")
-                frame = pl.DataFrame(pl.from_arrow(part.read(names, use_threads=False))).select(names)
+                if lacking := [name for name in missing if name not in optional]:
+                    raise RunStoreError(f"{path} is not a part of table {table}: it lacks {', '.join(lacking)}")
+                held = [name for name in names if name not in missing]
+                frame = pl.DataFrame(pl.from_arrow(part.read(held, use_threads=False)))
+                frame = frame.with_columns(pl.lit(None, dtypes[name]).alias(name) for name in missing).select(names)
             frames.append(pl.concat([empty, frame], how="vertical"))
         except FileNotFoundError:
             continue
