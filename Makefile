@@ -8,6 +8,9 @@ ARGS ?=
 EXTRAS ?= cpu,dev
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 600
+# Two processes on two cores; more only where there are more. What starts an engine stays in one of them (conftest.py).
+SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+FAST := not ray and not engine and not browser and not kernel
 SOAK_GROUPS ?= 1000
 
 PY := .venv/bin/python
@@ -16,7 +19,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models campaign test check fuzz soak lab clean
+.PHONY: help setup models campaign test test-fast check fuzz soak lab clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 12
@@ -32,19 +35,22 @@ models: setup ## the models, built once
 campaign: models ## one campaign: make campaign [RECIPE=cpu_smoke] [ARGS="train.steps=2"]
 	@$(PY) -m workbench.campaign.cli run $(RECIPE) $(ARGS)
 
-test: models ## lint and all tests; fast ones first, then Ray, then engines
+test: models ## lint and all tests, those with Ray, engines and a browser included
 	@$(PY) tools/chromium.py >/dev/null || true # where there is none, the tests that need one say so and fail
-	@$(PY) -m ruff check .
-	@$(PY) -m pytest $(PYTEST_ARGS)
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
+	@$(PY) -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+
+test-fast: models ## the tests that need no Ray, engine, kernel or browser, in under three minutes
+	@$(PY) -m pytest $(SIDE_BY_SIDE) -m "$(FAST)" $(PYTEST_ARGS)
 
 soak: models ## a long scripted campaign and every part killed with real deadlines: make soak [SOAK_GROUPS=1000]
 	@SOAK_DEADLINES=real SOAK_GROUPS=$(SOAK_GROUPS) $(PY) -m pytest tests/campaign/soak.py \
 		tests/campaign/soak_resume.py tests/campaign/soak_learns.py tests/campaign/test_deaths.py --timeout 7200 $(PYTEST_ARGS)
 
-check: setup ## lint, types and the fast tests, in two or three minutes
-	@$(PY) -m ruff check .
+check: models ## lint, types and the fast tests
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 	@$(PY) -m mypy
-	@$(PY) -m pytest -m "not ray and not engine and not browser" $(PYTEST_ARGS)
+	@$(PY) -m pytest $(SIDE_BY_SIDE) -m "$(FAST)" $(PYTEST_ARGS)
 
 fuzz: models ## mutated ledgers, requests, receipts and envelopes: make fuzz [FUZZ_SECONDS=600]
 	@FUZZ_SECONDS="$(FUZZ_SECONDS)" $(PY) -m pytest tests/fuzz --timeout 0 $(PYTEST_ARGS)

@@ -11,9 +11,10 @@ Invariant: what `load_recipe` returns has no `???` and no interpolation left. No
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ __all__ = ["Recipe", "Resolved", "describe", "load_recipe", "resolve_recipe"]
 
 SCHEMA = "schema default"
 COMMAND_LINE = "command line"
+_ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*[\"']?([A-Za-z0-9_]+)")
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)KEY(_|$)|APIKEY", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def resolve_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> R
         for key, value in _leaves(written):
             if value != MISSING or key not in origins:
                 origins[key] = layer.origin
-    values = _interpolated(merged, path)
+    values = _interpolated(merged, path, origins)
     unfilled = [key for key, value in _leaves(values) if value == MISSING]
     if unfilled:
         listed = ", ".join(unfilled)
@@ -93,12 +96,18 @@ def resolve_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> R
     return Resolved(recipe, {key: origins.get(key, SCHEMA) for key, _ in _leaves(recipe.model_dump())})
 
 
-def describe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> str:
-    """The resolved recipe as YAML, each value with its origin behind it."""
+def describe(
+    path_or_name: str | Path, overrides: Sequence[str] = (), notes: Callable[[Recipe], Mapping[str, str]] | None = None
+) -> str:
+    """The resolved recipe as YAML, each value with its origin behind it, and behind that what `notes` says of its key;
+    notes on what is no key of the recipe stand in comments at the end."""
     resolved = resolve_recipe(path_or_name, overrides)
+    said = notes(resolved.recipe) if notes is not None else {}
     lines: list[tuple[str, str]] = []
-    _describe(resolved.recipe.model_dump(), resolved.origins, "", lines)
-    width = max(len(text) for text, _ in lines)
+    origins = {key: f"{origin}; {said[key]}" if key in said else origin for key, origin in resolved.origins.items()}
+    _describe(resolved.recipe.model_dump(), origins, "", lines)
+    lines += [(f"# {key}: {note}", "") for key, note in said.items() if key not in origins]
+    width = max(len(text) for text, origin in lines if origin)
     return "\n".join(f"{text:<{width}}  # {origin}" if origin else text for text, origin in lines)
 
 
@@ -179,11 +188,20 @@ def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
     return merged
 
 
-def _interpolated(merged: DictConfig, path: Path) -> dict[str, Any]:
+def _interpolated(merged: DictConfig, path: Path, origins: Mapping[str, str]) -> dict[str, Any]:
+    for key, value in _leaves(_plain(merged)):
+        for variable in _ENVIRONMENT.findall(value) if isinstance(value, str) else ():
+            if _SECRET.search(variable):
+                raise RecipeError(
+                    f"{origins[key]}: {key}: ${variable} looks like a secret, and every value of a recipe is stored "
+                    "with its runs; expected another variable. What needs a token reads it from the environment itself"
+                )
     try:
         return _plain(merged, resolve=True)
     except OmegaConfBaseException as error:
-        raise RecipeError(f"{_shown(path)}: {_one_line(error)}") from error
+        key = str(error.full_key or "")
+        why = _one_line(str(error.msg or error).partition("full_key")[0])
+        raise RecipeError(f"{origins.get(key, _shown(path))}: {key}: {why}") from error
 
 
 def _forget_options_of_another(merged: DictConfig, layer: DictConfig) -> None:
@@ -259,13 +277,13 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
         key = key or message.partition(":")[0]
         message = message if message.startswith(key) else f"{key}: {message}"
     else:
-        message = f"{key}: expected {_allowed(fault['loc'])}, got {fault['input']!r}"
+        message = f"{key}: expected {allowed_in_words(fault['loc'])}, got {fault['input']!r}"
     origin = origins.get(key) or next((o for k, o in origins.items() if k.startswith(key + ".") and o != SCHEMA), None)
     return (f"{origin}: " if origin not in (None, SCHEMA) else "") + message + more
 
 
-def _allowed(location: tuple[int | str, ...]) -> str:
-    """What a field takes, in words: `a whole number ≥ 1`, `one of 'vllm', 'scripted'`."""
+def allowed_in_words(location: Sequence[int | str]) -> str:
+    """What the field at this key path takes, in words: `a whole number ≥ 1`, `one of 'vllm', 'scripted'`."""
     schema: Any = Recipe
     field = None
     for part in location:
@@ -300,5 +318,5 @@ def _bounds_in_words(metadata: Sequence[Any]) -> str:
     return (" " + " and ".join(bounds)) if bounds else ""
 
 
-def _one_line(error: BaseException) -> str:
+def _one_line(error: BaseException | str) -> str:
     return " ".join(str(error).split())

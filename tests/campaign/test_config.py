@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from workbench.campaign import derived
 from workbench.config import describe, load_recipe, resolve_recipe
 from workbench.errors import RecipeError
 from workbench.places import shipped
 from workbench.recipe_schema import Recipe
+from workbench.train.buffer import ReplayBuffer
 
 MINIMAL = "name: mine\nmodel: {path: tiny}\nenvironment: {name: add_up}\n"
 
@@ -118,6 +120,9 @@ def test_origins_say_where_each_value_came_from(tmp_path):
         ("model.dtype=fp8", "model.dtype: expected one of 'bfloat16', 'float32', got 'fp8'"),
         ("train=3", "train: expected a section with steps"),
         ("name=a/b", "name: expected a text matching"),
+        ("train.steps=${no.such}", "train.steps: Interpolation key 'no.such' not found"),
+        ("reports.dir=${oc.env:MY_API_KEY}", "reports.dir: $MY_API_KEY looks like a secret"),
+        ("model.path=${oc.env:HF_TOKEN,none}", "model.path: $HF_TOKEN looks like a secret"),
         ("steps", "expected key=value"),
         ("train.steps=[", "cannot be read"),
         ("ray.num_cpus=2", "ray.num_cpus: expected at least 3 logical CPUs"),
@@ -187,3 +192,22 @@ def test_every_field_is_documented():
         return missing
 
     assert undocumented(Recipe) == []
+
+
+def test_a_value_may_come_from_the_environment_unless_it_looks_like_a_secret(monkeypatch):
+    monkeypatch.setenv("MY_MODELS", "/models")
+    assert load_recipe("cpu_smoke", ["model.path=${oc.env:MY_MODELS}/tiny"]).model.path == "/models/tiny"
+
+
+def test_what_is_left_open_is_derived_as_the_parts_derive_it_and_secrets_are_only_named():
+    recipe = load_recipe("cpu_smoke")
+    values = {each.key: each.value for each in derived.derived(recipe)}
+    assert values["train.buffer_groups"] == ReplayBuffer.of(recipe.train).capacity == 6
+    assert values["rollouts.max_inflight_rollouts"] == 8
+    assert values["train.loss.constant_tokens"] == 1024
+    assert values["train.off_policy.max_lag"] == 1
+    assert values["control token"] == "$WORKBENCH_CONTROL_TOKEN"
+    given = load_recipe("cpu_smoke", ["train.buffer_groups=5", "train.loss.constant_tokens=9", "engine.threads=1"])
+    assert not {"train.buffer_groups", "train.loss.constant_tokens", "engine.threads"} & {
+        each.key for each in derived.derived(given)
+    }

@@ -300,6 +300,28 @@ def test_of_two_faults_the_one_that_is_checked_first_is_the_cause(earlier: Cause
     assert case.rejection().cause is earlier
 
 
+def test_an_earlier_rows_digest_comes_before_a_later_rows_fields() -> None:
+    case = Case()
+    case.staged[3] = altered(case.staged[3], rollout_id="run.g.9.0")
+    assert case.rejection().cause is Cause.WRONG_ROLLOUT
+    case.staged[1] = altered(case.staged[1], token_ids_delta=case.staged[1].token_ids_delta + np.uint64(1))
+    assert (case.rejection().cause, case.rejection().call_id) == (Cause.CORRUPT_DIGEST, "c1")
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, 3e38, -0.0])
+def test_log_probs_that_need_a_closer_look_get_it(odd: float) -> None:
+    case = Case()
+    logprobs = case.staged[1].generation_log_probs_delta.copy()
+    logprobs[0 if odd == 0 else 8] = odd
+    changed = altered(case.staged[1], generation_log_probs_delta=logprobs)
+    if not np.isfinite(odd):
+        case.staged[1] = changed
+        assert case.rejection().cause is Cause.INVALID_SNAPSHOT
+        return
+    case.set_both(1, generation_log_probs_delta=logprobs)
+    assert verify_and_linearize(case.receipt, case.staged).logprobs[:11].tobytes() == logprobs.tobytes()
+
+
 def test_side_branches_are_not_checked_for_chain_mask_or_generation() -> None:
     case = Case()
     case.set_both(0, chain_hash=HEX)

@@ -32,6 +32,7 @@ WITH_PARAMETERS = {
     "10_campaign.ipynb": ["recipe", "overrides", "run_dir", "resume"],
     "20_compare_arms.ipynb": ["run", "other_run", "group"],
     "30_watch_a_campaign.ipynb": ["run"],
+    "40_sweep.ipynb": ["folder"],
 }
 
 

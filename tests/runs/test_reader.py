@@ -167,11 +167,6 @@ def test_reading_adds_no_column_that_is_declared_twice():
         assert not {column.name for column in added} & {column.name for column in schema.columns(table)}
 
 
-def test_the_documentation_of_the_frames_is_the_present_one():
-    page = Path(__file__).parents[2] / "docs" / "frames.md"
-    assert page.read_text() == frames_page.docs(), "run: python -m workbench.runs.frames_page > docs/frames.md"
-
-
 def test_the_page_lists_the_columns_that_the_frames_of_a_real_run_have():
     run = runs.open(Path(runs.__file__).parents[1] / "demo" / "run")
     sections = frames_page.docs().split("\n## run.")[1:]

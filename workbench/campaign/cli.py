@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import orjson
 
 from workbench import __version__
 from workbench.errors import RecipeError, SetupError, TrainerError, WorkbenchError
@@ -163,13 +164,53 @@ def resume(run_dir: Path, overrides: tuple[str, ...]) -> None:
     sys.exit(runner.resume_run(recipe, run_dir))
 
 
+@main.command(epilog=RECIPE_HELP)
+@click.argument("recipe")
+@click.argument("overrides", nargs=-1, required=True, metavar="KEY=A,B,C [KEY=VALUE]...")
+def sweep(recipe: str, overrides: tuple[str, ...]) -> None:
+    """Run a recipe once for each value, or combination of values.
+
+    Runs go one after the other; a failed one does not stop the next. Leaves them and one index notebook over all in
+    reports/NAME-sweep-N/. Exit 0 when every run is done.
+    """
+    from workbench.campaign.doctor import before_a_run
+    from workbench.campaign.sweep import plan_sweep, run_sweep
+
+    planned, recipes = plan_sweep(recipe, overrides, checked_recipe)
+    for each in recipes:
+        for finding in before_a_run(each):
+            if not finding.good:
+                raise SetupError(f"{finding.what}: {finding.found}; {finding.cure}")
+    sys.exit(run_sweep(planned, recipes))
+
+
+@main.command("ls")
+@click.argument("folder", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line, for programs.")
+def list_runs(folder: Path | None, as_json: bool) -> None:
+    """List runs: status, step, reward, token_in_rate.
+
+    FOLDER is where they lie; default: reports/. Runs of a sweep are listed too.
+    """
+    from workbench.campaign.listing import list_lines, listing
+    from workbench.recipe_schema import Reports
+
+    table = listing(folder or Path(Reports().dir))
+    for line in table.iter_rows(named=True) if as_json else ():
+        click.echo(orjson.dumps(line))
+    if not as_json:
+        click.echo("\n".join(list_lines(table)))
+
+
 @main.command(epilog=RUN_HELP)
 @RUN
 def report(run_dir: Path) -> None:
-    """Execute the notebook of a stored run again, from its records."""
+    """Execute the notebook of a stored run, or of a sweep, again from its records."""
     from workbench.campaign import runner
+    from workbench.campaign.sweep import write_index
+    from workbench.runs.sweeps import SWEEP_FILE
 
-    click.echo(runner.report(run_dir))
+    click.echo(write_index(run_dir) if (run_dir / SWEEP_FILE).is_file() else runner.report(run_dir))
 
 
 @main.command(epilog=RUN_HELP)
@@ -226,10 +267,14 @@ def recipe() -> None:
 @click.argument("name", metavar="RECIPE")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 def recipe_show(name: str, overrides: tuple[str, ...]) -> None:
-    """The resolved recipe, every value with where it comes from."""
+    """The resolved recipe, every value with where it comes from, and what set-up will derive."""
+    from workbench.campaign.derived import derived
     from workbench.config import describe
 
-    click.echo(describe(name, overrides))
+    def notes(recipe: Recipe) -> dict[str, str]:
+        return {each.key: f"derived: {each.value} ({each.how})" for each in derived(recipe)}
+
+    click.echo(describe(name, overrides, notes))
 
 
 @recipe.command("check", epilog=RECIPE_HELP)

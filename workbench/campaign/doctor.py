@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from workbench.campaign import machine
+from workbench.campaign import derived, machine
 from workbench.campaign.machine import Finding
 from workbench.errors import ModelMissing
 from workbench.recipe_schema import Recipe
@@ -86,7 +86,7 @@ def logical_cpus(recipe: Recipe, *, training: bool = True) -> Finding:
     """Ray's slots against the actors that take one: storage units, their controller, finalizers, engine, trainer."""
     if recipe.ray.address != "local":
         return Finding("logical CPUs", f"those of the Ray cluster at {recipe.ray.address}")
-    needed = recipe.data_plane.storage_units + 1 + recipe.finalizer.actors + 1 + (recipe.train.ranks if training else 0)
+    needed = derived.logical_cpus(recipe, training=training)
     found = f"ray.num_cpus {recipe.ray.num_cpus}, {needed} actors"
     if recipe.ray.num_cpus < needed:
         return Finding("logical CPUs", found, f"set ray.num_cpus={needed}; they are slots, not processors")

@@ -24,6 +24,7 @@ from typing import Any
 
 from workbench import dataplane
 from workbench.actors import as_coroutine, within
+from workbench.campaign import derived
 from workbench.campaign.doctor import before_a_run
 from workbench.campaign.proof import SyncProof, proof_ids, prove_weights
 from workbench.campaign.watch import Heartbeat
@@ -35,12 +36,11 @@ from workbench.finalizer.bos import bos_of
 from workbench.finalizer.pool import FinalizerPool
 from workbench.gateway.client import ControlClient
 from workbench.gateway.process import GatewayProcess
+from workbench.gateway.settings import CONTROL_TOKEN, WORKER_TOKEN
 from workbench.models import experts_of
 from workbench.models import resolve as resolve_model
 from workbench.places import make_ray_directory
 
-CONTROL_TOKEN = "WORKBENCH_CONTROL_TOKEN"
-WORKER_TOKEN = "WORKBENCH_WORKER_TOKEN"
 WORKER_CONCURRENCY = 64
 HURRIED_S = 2.0
 # Fetch, publish, clear: together they end before the controller stops waiting, so that the one at fault is named.
@@ -342,12 +342,12 @@ class Fleet:
         loss, off_policy = recipe.train.loss, recipe.train.off_policy
         return train | {
             **loss.model_dump(),
-            "constant_tokens": loss.constant_tokens or recipe.model.max_model_len,
+            "constant_tokens": derived.constant_tokens(recipe),
             "kl_coef": recipe.train.kl.coefficient,
             "kl_estimator": recipe.train.kl.estimator,
             "off_policy": off_policy.policy,
             "router_replay": recipe.train.router_replay.mode,
-            "max_lag": recipe.train.max_staleness if off_policy.max_lag is None else off_policy.max_lag,
+            "max_lag": derived.max_lag(recipe),
             "model_path": str(model_path),
             "run_dir": str(self.run_dir),
             "publish_dtype": recipe.model.dtype,

@@ -68,14 +68,19 @@ def describe(status: dict[str, Any]) -> str:
         parts.append(f"step {status['step']}{of}")
     parts.append(str(status.get("phase", status.get("status", "running"))))
     for key, words, spec in (
+        ("groups", "{} groups", "d"),
         ("weight_version", "weights v{}", "d"),
         ("token_in_rate_after_roots", "token_in {}", ".3g"),
         ("reward_mean", "reward {}", ".3f"),
         ("rejected", "{} rejected", "d"),
+        ("poisoned", "{} poisoned", "d"),
     ):
         value = status.get(key)
         if isinstance(value, (int, float)):
             parts.append(words.format(format(value, spec)))
+    # Of the last step that was taken: between two steps it stands still, because nothing new is known.
+    if status.get("eta_s"):
+        parts.append(f"about {_clock(status['eta_s'])} to go")
     return " · ".join(parts)
 
 

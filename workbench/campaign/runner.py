@@ -29,6 +29,7 @@ from typing import Any
 import orjson
 
 from workbench import errors
+from workbench.campaign.environment_record import store_environment
 from workbench.campaign.html_export import export_html
 from workbench.campaign.kernel import KERNEL_NAME, OwnKernel
 from workbench.campaign.notebook_file import MAX_BYTES, Outcome, check_parameters, set_outcome
@@ -77,7 +78,7 @@ def run_recipe(recipe_name: str, overrides: Sequence[str] = (), run_name: str | 
     recipe = load_recipe(recipe_name, list(overrides))
     resolve(recipe.model.path)
     run_dir = new_run_dir(recipe.reports.dir, run_name or recipe.name, named=run_name is not None)
-    return _tell(run_notebook(recipe, run_dir, recipe_name=recipe_name, overrides=overrides))
+    return tell(run_notebook(recipe, run_dir, recipe_name=recipe_name, overrides=overrides))
 
 
 def resume_run(recipe: Recipe, run_dir: Path) -> int:
@@ -88,10 +89,10 @@ def resume_run(recipe: Recipe, run_dir: Path) -> int:
     stored = run_dir / "recipe.yaml"
     store_recipe(run_dir, recipe.model_dump(mode="json"))
     given = {"recipe": str(stored.resolve()), "overrides": [], "run_dir": str(run_dir.resolve()), "resume": True}
-    return _tell(_execute(run_dir, given, live=True))
+    return tell(_execute(run_dir, given, live=True))
 
 
-def _tell(result: NotebookResult) -> int:
+def tell(result: NotebookResult) -> int:
     """Print the summary, and on stderr what ended the run where something did; returns the exit code."""
     if result.summary is not None:
         print(result.summary.text())
@@ -165,11 +166,25 @@ def new_run_dir(reports: Path | str, name: str, *, named: bool = False) -> Path:
     return reports / f"{name}-{number}"
 
 
-def _execute(run_dir: Path, parameters: dict[str, Any], *, live: bool, notebook: Path | None = None) -> NotebookResult:
+def execute_over(source: Path, target: Path, parameters: dict[str, Any]) -> NotebookResult:
+    """Execute a notebook that only reads records, into `target` and its page beside it."""
+    return _execute(target.parent, parameters, live=False, notebook=source, name=target.name)
+
+
+def _execute(
+    run_dir: Path,
+    parameters: dict[str, Any],
+    *,
+    live: bool,
+    notebook: Path | None = None,
+    name: str = "campaign.ipynb",
+) -> NotebookResult:
     source = notebook or shipped("notebooks") / "10_campaign.ipynb"
     check_parameters(source, parameters)
     run_dir.mkdir(parents=True, exist_ok=True)
-    target = run_dir / "campaign.ipynb"
+    if live:
+        store_environment(run_dir)
+    target = run_dir / name
     began = time.monotonic()
     execution = _Execution(OwnKernel())
     thread = threading.Thread(

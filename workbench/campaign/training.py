@@ -23,6 +23,8 @@ class TrainPump:
     def __init__(self, state: CampaignState, steps_done: int = 0) -> None:
         self._state = state
         self._steps_done = steps_done
+        self._began = time.monotonic()
+        self._poisoned = 0
 
     async def run(self) -> None:
         """Take every step that is still to come."""
@@ -70,6 +72,7 @@ class TrainPump:
         pooled = pool_metrics([entry.payload for entry in taken])
         times = {"rollout_s": waited_s, "train_s": trained_s}
         staleness = {"staleness_max": step - 1 - min(entry.weight_version for entry in taken)}
+        self._poisoned += pooled["capture_poisoned_rollouts"]
         state.writer.step(
             {"step": step, "weight_version": state.weights.version, **pooled, **measured, **times, **staleness}
         )
@@ -85,4 +88,12 @@ class TrainPump:
             token_in_rate_after_roots=pooled["token_in_rate_after_roots"],
             reward_mean=measured["reward_mean"],
             rejected=sum(state.rejections.values()),
+            poisoned=self._poisoned,
+            groups=step * state.recipe.train.groups_per_step,
+            eta_s=self._eta_s(step),
         )
+
+    def _eta_s(self, step: int) -> float:
+        """Seconds until the last step at the pace of the steps taken since this process began."""
+        left = self._state.recipe.train.steps - step
+        return round((time.monotonic() - self._began) / (step - self._steps_done) * left, 1)

@@ -1,8 +1,8 @@
 """Inspect: look at a run, a rollout or a foreign ledger in a notebook, with a kernel or without.
 
 Inspectors take a run (or its frames) and give objects that show themselves: `PrefixChain`, `TokenStrip`, `PoisonTable`,
-`LogprobDelta`, `RowDiff`, `CampaignBoard`, `CaptureRate`, `RewardCurve`. `snapshot()` is a picture and a text without
-script, `live` (of the first six) a widget over the same object; `set_mode` says which of them a notebook shows.
+`LogprobDelta`, `RowDiff`, `CampaignBoard`, `CaptureRate`, `RewardCurve`, `SweepView`. `snapshot()` is a picture and a
+text without script, `live` (of the first six) a widget over the same object; `set_mode` says which a notebook shows.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from workbench.inspect.prefix_chain import PrefixChain
     from workbench.inspect.row_diff import RowDiff
     from workbench.inspect.snapshot import Snapshot
+    from workbench.inspect.sweep_view import SweepView
     from workbench.inspect.tables import PoisonTable
     from workbench.inspect.token_strip import TokenStrip
 
@@ -31,6 +32,7 @@ __all__ = [
     "RewardCurve",
     "RowDiff",
     "Snapshot",
+    "SweepView",
     "TokenStrip",
     "display_mode",
     "set_mode",
@@ -46,6 +48,7 @@ _HOMES = {
     "RewardCurve": "figures",
     "RowDiff": "row_diff",
     "Snapshot": "snapshot",
+    "SweepView": "sweep_view",
     "TokenStrip": "token_strip",
     "telling_rollout": "choose",
 }

@@ -1,6 +1,6 @@
-"""Frames page: the columns of every frame of a run as one Markdown page, kept as docs/frames.md.
+"""Frames page: the columns of every frame of a run as one Markdown page, kept as docs/reference/frames.md.
 
-    python -m workbench.runs.frames_page > docs/frames.md
+    python tools/reference_pages.py
 
 In: the declarations of `schema` and `frames`, and `CARRIED` below. Out: the page. Invariant: what the page lists for a
 frame is what `runs.open(path).<frame>` has, in that order; columns that only a file on disk has stand apart.
@@ -79,7 +79,7 @@ CARRIED: dict[str, tuple[Column, ...]] = {
 _HEAD = """# Frames of a run
 
 `workbench.runs.open(path)` gives these Polars frames; `.to_pandas()` is Polars' own. A null means
-not known, never zero. Rendered from the declarations: `python -m workbench.runs.frames_page > docs/frames.md`."""
+not known, never zero. Rendered from the declarations by `tools/reference_pages.py`."""
 
 _ARRAYS = """## Token arrays
 
@@ -113,7 +113,3 @@ def frame_columns(frame: str) -> list[Column]:
 
 def _table(columns: Sequence[Column]) -> str:
     return schema.docs_lines(columns)
-
-
-if __name__ == "__main__":
-    print(docs(), end="")

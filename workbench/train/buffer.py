@@ -22,7 +22,7 @@ from workbench.errors import RecipeError, ReplayBufferError
 from workbench.train.samplers import Entry, Sampler, Selection, sampler
 
 if TYPE_CHECKING:
-    from workbench.recipe_schema import Train
+    from workbench.recipe_training import Train
 
 State = Literal["reserved", "ready", "consumed", "discarded"]
 

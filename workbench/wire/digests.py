@@ -138,7 +138,7 @@ def check_versions(schema: int, digest: int, extras: int, call: str) -> None:
     """Raise WireError unless the three versions are the ones this code speaks."""
     expected = (SCHEMA_VERSION, DIGEST_VERSION, EXTRAS_DIGEST_VERSION)
     came = (schema, digest, extras)
-    if came != expected or any(type(version) is not int for version in came):
+    if came != expected or not (type(schema) is type(digest) is type(extras) is int):
         raise WireError(f"{call}: schema/digest/extras versions must be {expected}, got {came}")
 
 
@@ -167,6 +167,14 @@ def check_shape(
         raise WireError(f"{call}: a staged delta must hold at least one token")
     if cum_len != prev_len + delta_len:
         raise WireError(f"{call}: cum_len {cum_len} is not prev_len {prev_len} + delta_len {delta_len}")
+
+
+def check_sizes(delta_len: int, ids_T: np.ndarray, mask_T: np.ndarray, logprobs_T: np.ndarray, call: str) -> None:
+    """Raise WireError unless every column holds `delta_len` values."""
+    if not ids_T.size == mask_T.size == logprobs_T.size == delta_len:
+        raise WireError(
+            f"{call}: delta_len {delta_len} but {ids_T.size} ids, {mask_T.size} masks, {logprobs_T.size} log-probs"
+        )
 
 
 def mask_and_logprobs(mask: Floats, logprobs: Floats, call: str, *, strict: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -214,11 +222,7 @@ def hash_call_columns(
     cumulative_hash: str,
 ) -> str:
     """Digest of columns that are checked and big-endian already (`>u8`, `>f4`, `>f4`); lengths are checked here."""
-    if not ids_be_T.size == mask_be_T.size == logprobs_be_T.size == delta_len:
-        raise WireError(
-            f"call {rollout_id}/{model_call_id}: delta_len {delta_len} but {ids_be_T.size} ids, "
-            f"{mask_be_T.size} masks, {logprobs_be_T.size} log-probs"
-        )
+    check_sizes(delta_len, ids_be_T, mask_be_T, logprobs_be_T, f"call {rollout_id}/{model_call_id}")
     head = (
         _CALL_DOMAIN,
         _VERSION_BYTES,

@@ -8,10 +8,10 @@ One file a choice, all over `base`. Not here: what lies in the buffer (`workbenc
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import fields
 from typing import Any
 
+from workbench import own_code
 from workbench.errors import RecipeError
 from workbench.nearest import did_you_mean
 from workbench.train.samplers.base import Entry, Sampler, Selection
@@ -29,15 +29,15 @@ __all__ = ["SAMPLERS", "Entry", "Sampler", "Selection", "sampler"]
 
 
 def sampler(name: str, staleness: int | None = None, **options: Any) -> Sampler:
-    """The sampler `name`, or the class at `package.module:Class`, with its options.
+    """The sampler `name`, or the class at `package.module:Class` or `file.py:Class`, with its options.
 
     `staleness` is `max_staleness` for a sampler that has this option and was not given it.
     Raises RecipeError with what there is otherwise: an unknown name or option, a path that leads to no `Sampler`.
     """
-    chosen = _imported(name) if ":" in name else SAMPLERS.get(name)
+    chosen = _imported(name) if own_code.names_own_code(name) else SAMPLERS.get(name)
     if chosen is None:
         hint, names = did_you_mean(name, SAMPLERS), ", ".join(SAMPLERS)
-        raise RecipeError(f"no sampler {name!r}{hint} Allowed: {names}, or package.module:Class")
+        raise RecipeError(f"no sampler {name!r}{hint} Allowed: {names}, or {own_code.FORMS}")
     known = [field.name for field in fields(chosen)]
     for option in options:
         if option not in known:
@@ -51,11 +51,7 @@ def sampler(name: str, staleness: int | None = None, **options: Any) -> Sampler:
 
 
 def _imported(path: str) -> type[Sampler]:
-    module, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise RecipeError(f"sampler {path}: cannot be imported: {error}") from error
+    found = own_code.load(path, "sampler")
     if not (isinstance(found, type) and issubclass(found, Sampler)):
         raise RecipeError(f"sampler {path}: expected a subclass of workbench.train.samplers.Sampler, got {found!r}")
     return found

@@ -1,0 +1,19 @@
+"""Somebody's agent, which knows nothing of Workbench: a program that is given OPENAI_BASE_URL and a question.
+
+    OPENAI_BASE_URL=http://… OPENAI_API_KEY=unused python examples/anyones_agent.py "Name a river."
+
+It thinks in two turns and prints its last answer. `black_box.py` runs it in a campaign as it is.
+"""
+
+import sys
+
+from openai import OpenAI
+
+client = OpenAI()  # reads OPENAI_BASE_URL and OPENAI_API_KEY
+messages = [{"role": "user", "content": sys.argv[1]}]
+for follow_up in ("Are you sure? Answer once more, in one line.", None):
+    answer = client.chat.completions.create(model="policy", messages=messages).choices[0].message.content or ""
+    messages.append({"role": "assistant", "content": answer})
+    if follow_up:
+        messages.append({"role": "user", "content": follow_up})
+print(answer, end="")

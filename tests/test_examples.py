@@ -1,0 +1,73 @@
+"""The examples run as they stand: real gateway, capture and receipts; only the model is a script."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from workbench.campaign.environments import make_environment
+from workbench.campaign.rollouts import RolloutPlan, RolloutPlayer
+from workbench.config import load_recipe
+from workbench.demo.bench import open_bench
+from workbench.errors import RecipeError
+from workbench.wire import Cause
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+async def played(example: str, script: list[dict], path: Path):
+    """One rollout of an example's environment on a bench: (its outcome, the summary of its row)."""
+    environment = make_environment(load_recipe("cpu_smoke", [f"environment.name={EXAMPLES / example}"]))
+    async with open_bench(script, path=path / "run") as bench:
+        player = RolloutPlayer(
+            gateway_url=bench.url,
+            control=bench.control,
+            environment=environment,
+            model="policy",
+            timeout_s=60.0,
+            request_timeout_s=30.0,
+            seed=0,
+        )
+        try:
+            outcome = await player.play(RolloutPlan("example", 0, 0, 0, environment.task(1)))
+        finally:
+            await player.close()
+        (summary,) = await bench.finalise("0", [outcome])
+    return outcome, summary
+
+
+async def test_an_environment_in_a_file_is_played_scored_and_captured(tmp_path):
+    word = random.Random(1).choice(["light", "stone", "train", "cloud", "spring", "table"])
+    outcome, summary = await played("rhyme.py:Rhyme", [{"text": "Banana."}, {"text": f"Re{word}."}], tmp_path)
+    assert outcome.reward_components == {"turn_1": 0.0, "turn_2": 1.0} and outcome.reward == 0.5
+    assert summary.sample_mask == 1 and len(outcome.receipt.manifest) == 2
+    assert summary.terminal_selection == "response_id"
+
+
+async def test_a_black_box_trains_on_the_chain_that_its_output_names(tmp_path):
+    outcome, summary = await played("black_box.py:BlackBox", [{"text": "The Nile"}, {"text": "Nile."}], tmp_path)
+    assert outcome.reward == 1.0
+    assert summary.sample_mask == 1 and len(outcome.receipt.manifest) == 2
+    assert summary.terminal_selection == "content"
+
+
+async def test_a_black_box_whose_output_two_calls_gave_has_no_vote(tmp_path):
+    _, summary = await played("black_box.py:BlackBox", [{"text": "The Nile"}], tmp_path)
+    assert (summary.sample_mask, summary.cause) == (0, Cause.CONTENT_AMBIGUOUS)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("nowhere.py:Rhyme", "no file "),
+        (f"{EXAMPLES / 'rhyme.py'}:Rime", "has no attribute 'Rime'"),
+        (f"{EXAMPLES / 'rhyme.py'}:WORDS", "is no environment: it lacks name, min_calls, task, run, reward"),
+        ("workbench.nowhere:Thing", "No module named 'workbench.nowhere'"),
+    ],
+)
+def test_a_path_that_leads_to_no_environment_is_refused_in_one_line(name, says):
+    with pytest.raises(RecipeError, match=r"environment\.name") as refused:
+        make_environment(load_recipe("cpu_smoke", [f"environment.name={name}"]))
+    assert says in str(refused.value) and "\n" not in str(refused.value)

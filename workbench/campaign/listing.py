@@ -1,0 +1,61 @@
+"""Listing: the runs of a folder as lines for a terminal, newest last."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from workbench.errors import RunStoreError
+from workbench.runs.shelf import overview, run_directories
+
+_HEADER = ("run", "status", "step", "reward", "token_in_rate", "after roots", "rejected", "started")
+_NUMBERS = slice(2, 7)
+
+
+def listing(folder: Path) -> pl.DataFrame:
+    """The runs in `folder`, with the columns of `runs.shelf`. Raises RunStoreError where there is none."""
+    directories = run_directories(folder) if folder.is_dir() else []
+    if not directories:
+        raise RunStoreError(f"No runs in {folder}. Next: workbench run cpu_smoke, or name the folder they lie in.")
+    return overview(directories)
+
+
+def list_lines(table: pl.DataFrame) -> list[str]:
+    """A header, a line a run, and under one that did not end well its error."""
+    rows = [_cells(row) for row in table.iter_rows(named=True)]
+    widths = [max(len(row[column]) for row in (_HEADER, *rows)) for column in range(len(_HEADER))]
+    lines = [_line(_HEADER, widths)]
+    for row, cells in zip(table.iter_rows(named=True), rows, strict=True):
+        lines.append(_line(cells, widths))
+        if row["error"]:
+            lines.append(f"  {' '.join(row['error'].split())[:160]}")
+    return lines
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    started = "–" if row["started_at"] is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(row["started_at"]))
+    return (
+        row["run"],
+        row["status"] + (f", resumed {row['resumed']} ×" if row["resumed"] else ""),
+        "–" if row["step"] is None else f"{row['step']}/{row['steps'] or '?'}",
+        _number(row["reward"], ".3f"),
+        _number(row["token_in_rate"], ".4g"),
+        _number(row["token_in_rate_after_roots"], ".4g"),
+        _number(row["rejected"], "d"),
+        started,
+    )
+
+
+def _line(cells: tuple[str, ...], widths: list[int]) -> str:
+    right = range(*_NUMBERS.indices(len(cells)))
+    return "  ".join(
+        cell.rjust(width) if column in right else cell.ljust(width)
+        for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ).rstrip()
+
+
+def _number(value: float | None, spec: str) -> str:
+    return "–" if value is None else format(value, spec)

@@ -1,0 +1,122 @@
+"""Sweep view: the runs of a sweep, or of any folder, in one picture and one table.
+
+In: a folder. Out: mean reward over steps, a line a run; under it a row a run with the settings that tell it from the
+others, its true status, reward and capture rate. Invariant: a run that failed or never began is in the table.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+from matplotlib.figure import Figure
+
+from workbench import runs
+from workbench.errors import RunStoreError
+from workbench.inspect import html as markup
+from workbench.inspect.snapshot import StaticView
+from workbench.inspect.style import MARKERS, SERIES, panels, say_nothing_to_show, step_ticks
+from workbench.runs.shelf import COLUMNS, overview, run_directories
+from workbench.runs.sweeps import SWEEP_FILE, open_sweep
+
+_DRAWN = 12
+_NOT_BEGUN = "not begun"
+
+
+class SweepView(StaticView):
+    """`table`: one row a run, in the sweep's order; the columns of `runs.shelf` and one a swept key."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises RunStoreError where `folder` holds neither a sweep nor a run."""
+        self.folder = Path(folder)
+        self.keys: list[str] = []
+        if (self.folder / SWEEP_FILE).is_file():
+            sweep = open_sweep(self.folder)
+            self.keys = list(sweep.axes)
+            directories = [sweep.folder / point.run for point in sweep.points]
+            settings = [point.settings for point in sweep.points]
+        else:
+            directories = run_directories(self.folder)
+            settings = [{} for _ in directories]
+            if not directories:
+                raise RunStoreError(f"No sweep and no run in {self.folder}")
+        rows = [
+            {**_one(directory), **{key: chosen.get(key) for key in self.keys}}
+            for directory, chosen in zip(directories, settings, strict=True)
+        ]
+        self.table = pl.DataFrame(rows, schema={**COLUMNS, **dict.fromkeys(self.keys, pl.String)})
+
+    def sentence(self) -> str:
+        states = self.table.group_by("status", maintain_order=True).len()
+        said = ", ".join(f"{row['len']} {row['status']}" for row in states.iter_rows(named=True))
+        over = f" over {', '.join(self.keys)}" if self.keys else ""
+        return f"{markup.count(self.table.height, 'run')}{over} · {said}{self._best()}"
+
+    def _best(self) -> str:
+        rated = self.table.drop_nulls("reward").sort("reward", descending=True, maintain_order=True)
+        if rated.height < 2:
+            return ""
+        best = rated.row(0, named=True)
+        return f" · highest reward at the last step: {self._label(best)} ({best['reward']:.3f})"
+
+    def _label(self, row: dict[str, Any]) -> str:
+        return ", ".join(f"{key.rpartition('.')[2]}={row[key]}" for key in self.keys) or str(row["run"])
+
+    def draw(self) -> Figure:
+        figure, (ax,) = panels(3.3)
+        ax.set_title("mean reward of each step")
+        longest: list[int] = []
+        drawn = self.table.filter(pl.col("step") > 0).head(_DRAWN)
+        for place, row in enumerate(drawn.iter_rows(named=True)):
+            steps = runs.open(row["path"]).steps.sort("step")
+            rewards = [np.nan if value is None else value for value in steps["reward_mean"].to_list()]
+            look: dict[str, Any] = {
+                "color": SERIES[place % len(SERIES)],
+                "marker": MARKERS[place // len(SERIES) % len(MARKERS)],
+            }
+            ax.plot(steps["step"].to_list(), rewards, lw=1.8, ms=4, label=self._label(row), **look)
+            longest = max(longest, steps["step"].to_list(), key=len)
+        if not longest:
+            say_nothing_to_show(ax, "no run has taken a step yet")
+            return figure
+        ax.set_xlabel("optimiser step")
+        step_ticks(ax, longest)
+        if drawn.height > 1:
+            ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8.5)
+        return figure
+
+    def html(self) -> str:
+        header = ("run", *self.keys, "status", "step", "reward", "token_in_rate", "after roots", "rejected", "error")
+        parts = [
+            markup.line(self.sentence(), strong=True),
+            markup.table(header, map(self._cells, self.table.to_dicts())),
+        ]
+        if (began := self.table.filter(pl.col("step") > 0).height) > _DRAWN:
+            parts.append(markup.line(f"The picture shows the first {_DRAWN} of {began}", muted=True))
+        return markup.block(*parts)
+
+    def _cells(self, row: dict[str, Any]) -> list[markup.Cell | str]:
+        status = row["status"] + (f", resumed {row['resumed']} ×" if row["resumed"] else "")
+        return [
+            row["run"],
+            *(str(row[key]) for key in self.keys),
+            markup.Cell(status, strong=row["status"] != "done"),
+            _number(None if row["step"] is None else f"{row['step']}/{row['steps']}"),
+            _number(row["reward"], ".3f"),
+            _number(row["token_in_rate"], ".4g"),
+            _number(row["token_in_rate_after_roots"], ".4g"),
+            _number(row["rejected"], "d"),
+            markup.Cell((row["error"] or "")[:120], muted=True),
+        ]
+
+
+def _one(directory: Path) -> dict[str, Any]:
+    if not (directory / "status.json").is_file():
+        return {"run": directory.name, "status": _NOT_BEGUN, "path": str(directory)}
+    return overview([directory]).row(0, named=True)
+
+
+def _number(value: Any, spec: str = "") -> markup.Cell:
+    return markup.Cell("–" if value is None else format(value, spec), right=True)

@@ -1,0 +1,56 @@
+"""Own code: the class of yours that a recipe names, as `package.module:Class` or `path/to/file.py:Class`.
+
+A module is looked for on the Python path, a file from where the command runs. Not here: what kinds of classes there are
+and what they must be able to do (the registries that ask here say so).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from workbench.errors import RecipeError
+
+FORMS = "package.module:Class or file.py:Class"
+
+
+def names_own_code(name: str) -> bool:
+    """Whether a recipe's value is such a path rather than the name of something shipped."""
+    return ":" in name
+
+
+def load(path: str, what: str) -> Any:
+    """What lies at `path`. Raises RecipeError that begins with `what` where nothing does or its code does not run."""
+    place, _, name = path.rpartition(":")
+    try:
+        module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        return getattr(module, name)
+    except Exception as error:  # somebody's module may raise anything while it is imported
+        if isinstance(error, RecipeError):
+            raise
+        why = f"{type(error).__name__}: {error}"
+        raise RecipeError(f"{what} {path!r} cannot be imported ({why}); expected {FORMS}") from error
+
+
+def _from_file(file: Path) -> ModuleType:
+    file = file.expanduser().resolve()
+    if not file.is_file():
+        raise FileNotFoundError(f"no file {file}")
+    # One module a file, however often and under whatever relative path it is named: classes then stay the same class.
+    name = f"workbench_own_code_{file.stem}_{abs(hash(str(file))):x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,76 @@
+"""Shelf: the runs that lie in a directory, one row each, with what truly became of them.
+
+    run_directories("reports") ─► overview(…) ─► one row a run: status, step, reward, token_in_rate
+
+A run whose process is gone without a last word was killed, whatever its status file still says; one that nobody can
+read is a row with its error. Runs of a sweep lie one level deeper and are found too. Only reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from workbench.errors import RunStoreError
+from workbench.runs import reader
+
+_WORDS = {"running": "running", "finished": "done", "failed": "failed", "interrupted": "killed"}
+COLUMNS = {
+    "run": pl.String,
+    "status": pl.String,  # done, failed, killed, running, unreadable
+    "resumed": pl.Int64,  # how often it was stopped and gone on with
+    "step": pl.Int64,
+    "steps": pl.Int64,  # what its recipe asks for
+    "reward": pl.Float64,  # mean of the last step
+    "token_in_rate": pl.Float64,  # of all calls, roots and failed ones too
+    "token_in_rate_after_roots": pl.Float64,
+    "rejected": pl.Int64,  # rollouts without a vote
+    "started_at": pl.Float64,  # Unix time, s
+    "error": pl.String,
+    "path": pl.String,
+}
+
+
+def run_directories(folder: Path) -> list[Path]:
+    """Directories of runs in `folder` and in the folders below it, by name. `folder` itself, where it is a run."""
+    if (folder / "status.json").is_file():
+        return [folder]
+    found = {path.parent for pattern in ("*/status.json", "*/*/status.json") for path in folder.glob(pattern)}
+    return sorted(found)
+
+
+def overview(directories: Iterable[Path]) -> pl.DataFrame:
+    """One row a run, oldest first: the columns of `COLUMNS`. What was not recorded is null."""
+    rows = [_row(directory) for directory in directories]
+    return pl.DataFrame(rows, schema=COLUMNS).sort("started_at", "run", nulls_last=True)
+
+
+def _row(directory: Path) -> dict[str, Any]:
+    try:
+        return _read(reader.open(directory))
+    # Whatever is wrong with one run, the others are listed.
+    except (RunStoreError, OSError, pl.exceptions.PolarsError) as error:
+        return {"run": directory.name, "status": "unreadable", "error": str(error), "path": str(directory)}
+
+
+def _read(run: reader.Run) -> dict[str, Any]:
+    campaign, steps, calls, rollouts = run.campaign.row(0, named=True), run.steps, run.calls, run.rollouts
+    token_in = int((calls["mode"] == "token_in").sum())
+    roots = int((calls["mode"] == "text").sum())
+    return {
+        "run": run.name,
+        "status": _WORDS[campaign["state"]],
+        "resumed": int(run.status.get("resumed") or 0),
+        "step": steps["step"].max() or 0,
+        "steps": (run.recipe.get("train") or {}).get("steps"),
+        "reward": steps.sort("step")["reward_mean"][-1] if steps.height else None,
+        "token_in_rate": token_in / calls.height if calls.height else None,
+        "token_in_rate_after_roots": token_in / (calls.height - roots) if calls.height > roots else None,
+        "rejected": int((rollouts["sample_mask"] == 0).sum()),
+        "started_at": campaign["started_at"],
+        "error": campaign["error"],
+        "path": str(run.path),
+    }
