@@ -47,7 +47,7 @@ class Column:
     unit: str
     meaning: str
     optional: bool = False
-    """Parts of older runs may lack it; it is null there."""
+    """Writers may leave it out, and parts of older runs lack it: it is null there."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -94,6 +94,7 @@ STEPS = (
     C("agreement_suspect", "str", "", "detectors that found something: shift_by_one, temperature, truncated_support"),
     C("replay_coverage", "f64", "", "positions in the loss whose routes were replayed / all of them; null: no replay"),
     C("router_agreement", "f64", "", "layers whose own router agrees with a replayed route / all; null: no replay"),
+    C("router_agreement_by_layer", "json", "", "layer -> the same share; null: no replay"),
     C("padding_rate", "f64", "", "padded tokens / tokens of all micro-batches"),
     C("grad_norm", "f64", "", "gradient norm before clipping"),
     C("token_in_rate", "f64", "", "token_in calls / all calls, unresolved and failed ones included"),

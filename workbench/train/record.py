@@ -52,11 +52,14 @@ def step_metrics(
 
 
 def replay_metrics(
-    rows: Sequence[TrainRow], masks: Sequence[np.ndarray], agreement_NT: Sequence[np.ndarray | None]
+    rows: Sequence[TrainRow],
+    masks: Sequence[np.ndarray],
+    agreement_NT: Sequence[np.ndarray | None],
+    layers: Sequence[int],
 ) -> dict[str, Any]:
     """Of router replay: `replay_coverage`, the share of positions in the loss whose routes were replayed;
     `router_agreement`, how often the model's own router would have chosen the same experts, over tokens and layers, and
-    `router_agreement_by_layer` (layers with experts, first to last). None where nothing was replayed."""
+    `router_agreement_by_layer`, by the layer's index in `layers`. None where nothing was replayed."""
     covered, positions = coverage(rows, masks)
     held = [values for values in agreement_NT if values is not None]
     same_TL = np.concatenate(held) if held else np.zeros((0, 0))
@@ -64,7 +67,9 @@ def replay_metrics(
     return {
         "replay_coverage": covered / positions if positions else None,
         "router_agreement": float(np.nanmean(same_TL)) if same_TL.size else None,
-        "router_agreement_by_layer": np.nanmean(same_TL, axis=0).tolist() if same_TL.size else None,
+        "router_agreement_by_layer": dict(zip(map(str, layers), np.nanmean(same_TL, axis=0).tolist(), strict=True))
+        if same_TL.size
+        else None,
     }
 
 

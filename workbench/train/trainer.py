@@ -161,7 +161,11 @@ class Trainer:
         metrics = (
             step_metrics(config, rows, ballot, trainer_NT)
             | passed
-            | (replay_metrics(rows, ballot.masks, self._agreement_NT) if self._replay is not None else {})
+            | (
+                replay_metrics(rows, ballot.masks, self._agreement_NT, sorted(self._replay.layers))
+                if self._replay is not None
+                else {}
+            )
             | {"grad_norm": grad_norm, "optimizer_stepped": int(voted), "seconds": time.monotonic() - began}
         )
         return metrics, train_part(step, rows, ballot, trainer_NT, self._agreement_NT if self._replay else None)
