@@ -1,14 +1,16 @@
-"""Reference pages: what the code declares, as Markdown: recipe keys, causes and the frames' columns.
+"""Reference pages: what the code declares, as Markdown: recipe keys, causes, the frames' columns, public names.
 
     python tools/reference_pages.py            # writes docs/reference/*.md
     python tools/reference_pages.py --check    # exit 1 and the names of those that are not what the code says
 
-In: `recipe_schema.Recipe`, `wire.Cause`, `runs.frames_page`. Out: three pages. Invariant: nothing in them is written by
-hand; a page that differs from its declaration fails a test.
+In: `recipe_schema.Recipe`, `wire.Cause`, `runs.frames_page`, the rooms' exports. Out: four pages. Invariant: nothing in
+them is written by hand; a page that differs from its declaration fails a test.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,8 @@ from workbench.recipe_schema import MISSING, Recipe
 from workbench.runs import frames_page
 from workbench.wire import Cause
 
+ROOMS = ("wire", "capture", "ledger", "finalizer", "train", "runs", "inspect")
+"""Rooms with names for other people's code; what they export is what stays as it is between releases."""
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "reference"
 
 FAMILIES = {
@@ -97,11 +101,27 @@ def causes_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def names_page() -> str:
+    """Every public name with the first sentence of its docstring."""
+    parts = ["# Public names\n\nWhat these rooms export stays as it is between releases; everything else may move."]
+    for room in ROOMS:
+        module = importlib.import_module(f"workbench.{room}")
+        lines = ["| name | what it is |", "|---|---|"]
+        for name in sorted(module.__all__, key=str.lower):
+            thing = getattr(module, name)
+            documented = inspect.isroutine(thing) or inspect.isclass(thing)
+            about = (inspect.getdoc(thing) or "").split("\n\n")[0] if documented else f"constant: {thing!r}"
+            lines.append(f"| `{name}` | {_cell(_line(about))} |")
+        parts.append(f"## workbench.{room}\n\n" + "\n".join(lines))
+    return "\n\n".join(parts) + "\n"
+
+
 def pages() -> dict[Path, str]:
     return {
         FOLDER / "recipe.md": recipe_page(),
         FOLDER / "causes.md": causes_page(),
         FOLDER / "frames.md": frames_page.docs(),
+        FOLDER / "public_names.md": names_page(),
     }
 
 

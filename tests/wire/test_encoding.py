@@ -120,6 +120,12 @@ def test_extras_digest_is_over_version_and_tree(tree: dict[str, Any] | None) -> 
     assert extras_digest(tree) == expected
 
 
+@pytest.mark.parametrize("parent", ["AB" * 32, " ".join(["ab"] * 32), "ab" * 31, "0x" + "ab" * 31, "", b"ab"])
+def test_a_hash_is_64_lowercase_hex_digits_and_nothing_that_reads_like_them(parent: Any) -> None:
+    with pytest.raises(WireError, match="parent_chain_hash must be 64 lowercase hex digits"):
+        chain_hash(parent, [1])
+
+
 @given(st.data())
 def test_call_digest_is_over_identity_columns_and_hashes(data: st.DataObject) -> None:
     carry = data.draw(st.integers(0, 5))

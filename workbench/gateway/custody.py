@@ -197,13 +197,14 @@ class Custodian:
     ) -> None:
         admission = call.admitted.admission
         assert admission is not None
+        continued = self.store.fingerprint(call.rollout_id, call.request_items, response_items)
         record = CallRecord(
             **coords.model_dump(exclude={"rollout_id", "disposition"}),
             mode=admission.mode,
             response_id=served["id"],
             admitted_at=call.admitted_at,
             output_fingerprint=assistant_fingerprint(response_items) or None,
-            continuation_fingerprint=assistant_fingerprint([*call.request_items, *response_items]) or None,
+            continuation_fingerprint=continued or None,
             fingerprint_version=FINGERPRINT_VERSION,
         )
         commit = RolloutCommit(

@@ -13,7 +13,7 @@ import fcntl
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -137,7 +137,7 @@ def write_items(path: Path, call: CallItems) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
-        os.write(fd, orjson.dumps(asdict(call), default=list) + b"\n")
+        os.write(fd, orjson.dumps(call, default=list) + b"\n")
     finally:
         os.close(fd)
 

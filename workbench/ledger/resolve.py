@@ -4,24 +4,23 @@
     → exactly one left: resolved; no model-authored turn: root; anything else: unresolved
 
 Invariant: an unresolved continuation is never turned into a root, for that would train policy tokens as prompt.
-Cost: two passes of hashing over the request's items; the number of recorded calls does not enter.
+Cost: hashing what the request adds to an earlier one (`hashing`); the number of recorded calls does not enter.
 Not here: files and locks (journal, store), why nothing matched (drift).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Literal
 
 import orjson
 
-from workbench.wire import FINGERPRINT_VERSION, CallRecord, CaptureAdmission, assistant_fingerprint, conversation_digest
+from workbench.ledger.hashing import Items, RequestHashes
+from workbench.wire import FINGERPRINT_VERSION, CallRecord, CaptureAdmission
 from workbench.wire.fingerprints import is_model_authored
-
-Items = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -111,6 +110,7 @@ def resolve(
     request_items: Items,
     prompt_options: str | None = None,
     *,
+    hashes: RequestHashes | None = None,
     repeats_continue: bool = True,
     after_response_id: str | None = None,
 ) -> Resolution:
@@ -121,10 +121,11 @@ def resolve(
     on without the answer, and one that has such an answer of a later call in it: candidates like any other by the
     contract, and none with `repeats_continue=False`.
     `after_response_id` is the response that the request itself says it continues: no other call is a candidate, and
-    the outcome is never a root.
+    the outcome is never a root. `hashes` are those of `request_items`, where they were made before.
     Raises `FingerprintError` for items that have no fingerprint.
     """
-    fingerprint = assistant_fingerprint(request_items)
+    hashes = hashes or RequestHashes(request_items, {})
+    fingerprint = hashes.assistant()
     if not fingerprint:
         return Resolution("root" if after_response_id is None else "unresolved")
     digests: dict[int, str] = {}
@@ -141,7 +142,7 @@ def resolve(
         if not (repeats_continue or _one_turn(request_items[length:])):
             continue
         if length not in digests:
-            digests[length] = conversation_digest(request_items[:length])
+            digests[length] = hashes.conversation(length)
         if digests[length] != row.context_digest:
             continue
         sequence = (row.record.cumulative_hash, row.record.cum_len)

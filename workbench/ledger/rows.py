@@ -19,15 +19,14 @@ import orjson
 from pydantic import BaseModel, Field, StrictInt, StrictStr, ValidationError
 
 from workbench.errors import LedgerCorrupt
-from workbench.ledger.resolve import CustodyRow, FailureRow, Items
+from workbench.ledger.hashing import Items, RequestHashes
+from workbench.ledger.resolve import CustodyRow, FailureRow
 from workbench.wire import (
     DIGEST_VERSION,
     EXTRAS_DIGEST_VERSION,
     SCHEMA_VERSION,
     CallRecord,
     Cause,
-    assistant_fingerprint,
-    conversation_digest,
 )
 
 _VERSIONS = {
@@ -48,14 +47,19 @@ def custody_row(
     request_items: Items,
     response_items: Items,
     extra: Mapping[str, Any],
+    hashes: RequestHashes | None = None,
 ) -> dict[str, Any]:
-    """The ledger row of a committed call. Raises `FingerprintError` for items without one."""
+    """The ledger row of a committed call; `hashes` are those of `request_items`, where they were made before.
+
+    Raises `FingerprintError` for items without one.
+    """
+    hashes = hashes or RequestHashes(request_items, {})
     row = {key: value for key, value in record.model_dump(mode="json").items() if key not in _VERSIONS}
     row["staging_digest"] = row.pop("digest")
     row["digest"] = record.cumulative_hash
-    row["fingerprint"] = assistant_fingerprint([*request_items, *response_items])
+    row["fingerprint"] = hashes.assistant(response_items)
     row["context_len"] = len(request_items)
-    row["context_digest"] = conversation_digest(request_items)
+    row["context_digest"] = hashes.conversation(len(request_items))
     row["staging_chain"] = list(staging_chain)
     row.update((key, value) for key, value in extra.items() if value is not None)
     return row

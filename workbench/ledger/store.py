@@ -30,12 +30,12 @@ import orjson
 
 from workbench.errors import LedgerConflict, RolloutFrozen
 from workbench.ledger.drift import Drift, diagnose_drift
+from workbench.ledger.hashing import Items, RequestHasher
 from workbench.ledger.items import CallItems, read_items, write_items
 from workbench.ledger.journal import Journal, sync_directory
 from workbench.ledger.resolve import (
     CustodyRow,
     FailureRow,
-    Items,
     Resolution,
     RolloutIndex,
     options_digest,
@@ -49,7 +49,6 @@ from workbench.wire import (
     RolloutCommit,
     RolloutManifest,
     check_rollout_id,
-    conversation_digest,
 )
 
 # Rollouts kept in memory; a colder one is read again from its file when it is asked for. A long one (500 calls) holds
@@ -74,6 +73,7 @@ class _Rollout:
     def __init__(self, directory: Path, rollout_id: str) -> None:
         self.lock = threading.RLock()
         self.index = RolloutIndex()
+        self.hasher = RequestHasher()
         self.path = directory / f"{rollout_id}.lineage.jsonl"
         self.frozen_path = directory / f"{rollout_id}.frozen"
         self.items_path = directory / f"{rollout_id}.items.jsonl"
@@ -105,7 +105,8 @@ class LedgerStore:
         rollout = self._rollout(rollout_id)
         with rollout.lock:
             rollout.journal.refresh()
-            return resolve(rollout.index, request_items, options_digest(prompt_options))
+            hashes = rollout.hasher.hashes(request_items)
+            return resolve(rollout.index, request_items, options_digest(prompt_options), hashes=hashes)
 
     def admit(
         self,
@@ -129,7 +130,10 @@ class LedgerStore:
         with rollout.lock:
             self.check_open(rollout_id)
             rollout.journal.refresh()
-            conversation_digest(request_items)  # what cannot be recorded afterwards is refused before it is generated
+            hashes = rollout.hasher.hashes(request_items)
+            hashes.conversation(
+                len(request_items)
+            )  # what cannot be recorded afterwards is refused before it is generated
             if replaces_response_id is not None:
                 replaced = self._serving_call(rollout, replaces_response_id)
                 resolution = Resolution("root" if replaced else "unresolved")
@@ -139,6 +143,7 @@ class LedgerStore:
                     rollout.index,
                     request_items,
                     options_digest(prompt_options),
+                    hashes=hashes,
                     repeats_continue=False,
                     after_response_id=after_response_id,
                 )
@@ -202,13 +207,16 @@ class LedgerStore:
         commit = RolloutCommit.model_validate(commit)
         request_items = commit.request_items if request_items is None else request_items
         response_items = commit.response_items if response_items is None else response_items
-        row = custody_row(
-            commit.record,
-            commit.staging_chain,
-            request_items,
-            response_items,
-            {PROMPT_OPTIONS: options_digest(prompt_options), COMPACTION_OF: compaction_of},
-        )
+        rollout = self._rollout(commit.rollout_id)
+        with rollout.lock:
+            row = custody_row(
+                commit.record,
+                commit.staging_chain,
+                request_items,
+                response_items,
+                {PROMPT_OPTIONS: options_digest(prompt_options), COMPACTION_OF: compaction_of},
+                rollout.hasher.hashes(request_items),
+            )
         if self._append(commit.rollout_id, row, "late_commit"):
             self.note_items(
                 commit.rollout_id,
@@ -219,6 +227,12 @@ class LedgerStore:
                 dialect=dialect,
                 prompt_options=prompt_options,
             )
+
+    def fingerprint(self, rollout_id: str, request_items: Items, response_items: Items) -> str:
+        """`assistant_fingerprint` of a call's request and response. Raises `FingerprintError` as it does."""
+        rollout = self._rollout(rollout_id)
+        with rollout.lock:
+            return rollout.hasher.hashes(request_items).assistant(response_items)
 
     def record_failure(
         self, rollout_id: str, model_call_id: str, reason: Cause | str, detail: str | None = None

@@ -43,8 +43,7 @@ def assistant_fingerprint(items: Sequence[Item] | None) -> str:
     for item in _objects(items):
         if is_model_authored(item):
             authored += 1
-            _fields(digest, b"\x00\x01", content_parts(item))
-            _fields(digest, b"\x02\x03\x04", tool_calls(item))
+            _add_authored(digest, content_parts(item), tool_calls(item))
     return digest.hexdigest() if authored else ""
 
 
@@ -55,11 +54,56 @@ def conversation_digest(items: Sequence[Item] | None) -> str:
     """
     digest = hashlib.sha256(_CONVERSATION_DOMAIN)
     for item in _objects(items):
-        _fields(digest, b"\x00", [(str(item.get("role") or item.get("type") or ""),)])
-        _fields(digest, b"\x01\x02", content_parts(item))
-        _fields(digest, b"\x03\x04\x05", tool_calls(item))
-        _fields(digest, b"\x06\x07", tool_results(item))
+        _add_item(digest, item, content_parts(item), tool_calls(item))
     return digest.hexdigest()
+
+
+class ConversationHasher:
+    """Both hashes of a conversation that grows item by item; `copy` is where two continuations part."""
+
+    def __init__(self) -> None:
+        self._assistant = hashlib.sha256(_ASSISTANT_DOMAIN)
+        self._conversation = hashlib.sha256(_CONVERSATION_DOMAIN)
+        self._authored = 0
+
+    def add(self, item: Item) -> None:
+        """Add the next item. Raises FingerprintError as `conversation_digest` does; the hasher is then of no use."""
+        (item,) = _objects([item])
+        parts, calls = content_parts(item), tool_calls(item)
+        _add_item(self._conversation, item, parts, calls)
+        if is_model_authored(item):
+            self._authored += 1
+            _add_authored(self._assistant, parts, calls)
+
+    def copy(self) -> ConversationHasher:
+        """Another hasher of the same conversation so far."""
+        other = object.__new__(ConversationHasher)
+        other._assistant = self._assistant.copy()
+        other._conversation = self._conversation.copy()
+        other._authored = self._authored
+        return other
+
+    @property
+    def assistant(self) -> str:
+        """What `assistant_fingerprint` gives for the items so far."""
+        return self._assistant.hexdigest() if self._authored else ""
+
+    @property
+    def conversation(self) -> str:
+        """What `conversation_digest` gives for the items so far."""
+        return self._conversation.hexdigest()
+
+
+def _add_authored(digest: Any, parts: list[tuple[str, str]], calls: list[tuple[str, str, str]]) -> None:
+    _fields(digest, b"\x00\x01", parts)
+    _fields(digest, b"\x02\x03\x04", calls)
+
+
+def _add_item(digest: Any, item: Item, parts: list[tuple[str, str]], calls: list[tuple[str, str, str]]) -> None:
+    _fields(digest, b"\x00", [(str(item.get("role") or item.get("type") or ""),)])
+    _fields(digest, b"\x01\x02", parts)
+    _fields(digest, b"\x03\x04\x05", calls)
+    _fields(digest, b"\x06\x07", tool_results(item))
 
 
 def request_envelope(instructions: Any, tools: Any) -> Item | None:
@@ -161,13 +205,11 @@ def canonical_json(value: Any) -> str:
 
 
 def _fields(digest: Any, tags: bytes, rows: Iterable[tuple[str, ...]]) -> None:
-    for row in rows:
-        for tag, value in zip(tags, row, strict=True):
-            try:
-                encoded = value.encode("utf-8")
-            except UnicodeEncodeError as error:
-                raise FingerprintError(f"not valid Unicode text: {error}") from error
-            digest.update(bytes((tag,)) + len(encoded).to_bytes(8, "big") + encoded)
+    try:
+        encoded = [(tag, value.encode("utf-8")) for row in rows for tag, value in zip(tags, row, strict=True)]
+    except UnicodeEncodeError as error:
+        raise FingerprintError(f"not valid Unicode text: {error}") from error
+    digest.update(b"".join(b"%c%b%b" % (tag, len(value).to_bytes(8, "big"), value) for tag, value in encoded))
 
 
 def _objects(items: Sequence[Item] | None) -> Iterator[Item]:
