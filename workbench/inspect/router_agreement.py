@@ -40,9 +40,9 @@ class RouterAgreement(StaticView):
         if self.frame.is_empty():
             return "Router agreement · no routes were replayed (train.router_replay.mode)"
         layers = self.frame.group_by("layer").agg(pl.col("agreement").mean()).sort("agreement")
-        worst = layers.row(0, named=True)
+        worst, mean = layers.row(0, named=True), _mean(layers, "agreement") or 0.0
         return (
-            f"Router agreement over {markup.count(layers.height, 'layer')} · {layers['agreement'].mean():.1%} of "
+            f"Router agreement over {markup.count(layers.height, 'layer')} · {mean:.1%} of "
             f"tokens would go to the same experts · least in layer {worst['layer']}, {worst['agreement']:.1%}"
         )
 
