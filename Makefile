@@ -1,7 +1,8 @@
 # From a fresh clone, each of these does everything that it needs: environment, packages, models, then the job.
 #   make campaign   a real GRPO campaign with token capture; leaves reports/<run>/campaign.ipynb
+#   make bench      the benchmarks, against the reference and the hardware's limit; leaves reports/benchmarks/
 #   make test       lint and all tests, those with a real engine included
-# Variables: RECIPE, ARGS="key=value …", EXTRAS=gpu,dev, PYTHON, PYTEST_ARGS, FUZZ_SECONDS, SOAK_GROUPS.
+# Variables: RECIPE, ARGS="key=value …", EXTRAS=gpu,dev, PYTHON, PYTEST_ARGS, FUZZ_SECONDS, SOAK_GROUPS, QUESTIONS.
 
 RECIPE ?= cpu_smollm2
 ARGS ?=
@@ -12,6 +13,7 @@ FUZZ_SECONDS ?= 600
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
 FAST := not ray and not engine and not browser and not kernel
 SOAK_GROUPS ?= 1000
+QUESTIONS ?=
 
 PY := .venv/bin/python
 # The first Python that runs and is new enough; a name in the path may be a shim that only prints an error.
@@ -54,6 +56,9 @@ check: models ## lint, types and the fast tests
 
 fuzz: models ## mutated ledgers, requests, receipts and envelopes: make fuzz [FUZZ_SECONDS=600]
 	@FUZZ_SECONDS="$(FUZZ_SECONDS)" $(PY) -m pytest tests/fuzz --timeout 0 $(PYTEST_ARGS)
+
+bench: models ## benchmarks into reports/benchmarks, in a quarter of an hour: make bench [QUESTIONS="verifier start_up"]
+	@$(PY) -m benchmarks $(QUESTIONS)
 
 lab: models ## JupyterLab on the notebooks
 	@$(PY) -m workbench.campaign.cli lab

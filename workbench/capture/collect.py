@@ -1,7 +1,7 @@
 """Collect: one call's exact ids and log-probs out of an engine's outputs, streamed as deltas or whole.
 
 In: outputs shaped like vLLM's `RequestOutput` (prompt_token_ids, finished, outputs[0] with token_ids, logprobs,
-finish_reason, stop_reason). Out: prompt ids and sampled ids (uint32[T]), log-probs (float64[T], nats) and the extras.
+finish_reason, stop_reason). Out: prompt ids and sampled ids (uint64[T]), log-probs (float64[T], nats) and the extras.
 Invariant: nothing is filled in. What the engine leaves out becomes a named problem; counts and finiteness are checked
 by the core.
 """
@@ -9,11 +9,13 @@ by the core.
 from __future__ import annotations
 
 import itertools
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from workbench.wire import Cause
+from workbench.wire.encoding import token_array
 from workbench.wire.extras import FINISH_REASON, SAMPLING, STOP_REASON, TRUNCATED
 
 
@@ -65,13 +67,15 @@ class CollectedCall:
             return Cause.LOGPROB_COUNT_MISMATCH, f"The engine returned {len(self._ids)} ids and no logprobs."
         return None
 
-    @property
+    @cached_property
     def prompt_ids(self) -> np.ndarray:
-        return np.asarray(self._prompt_token_ids, dtype=np.uint32)
+        """uint64[P], read once: a list of 50,000 ids takes longer to read than to hash."""
+        return token_array(self._prompt_token_ids, "prompt ids")
 
-    @property
+    @cached_property
     def sampled_ids(self) -> np.ndarray:
-        return np.asarray(self._ids, dtype=np.uint32)
+        """uint64[G], read once, so only after the last output."""
+        return token_array(self._ids, "sampled ids")
 
     @property
     def logprobs(self) -> np.ndarray:

@@ -195,7 +195,9 @@ class CapturingEngine(GatedEngine):
         staged_s = time.monotonic() - began
         failure = self._core.detail(call.admission.model_call_id)
         if coords.disposition == "staged":
-            self._prefixes.remember(coords, np.concatenate([collected.prompt_ids, collected.sampled_ids]))
+            self._prefixes.remember(
+                coords, np.concatenate([collected.prompt_ids, collected.sampled_ids], dtype=np.uint32)
+            )
         self._board.settle(
             call,
             coords,

@@ -16,9 +16,7 @@ from matplotlib.figure import Figure
 
 from workbench.inspect import html as markup
 from workbench.inspect.snapshot import StaticView
-from workbench.inspect.style import SAMPLED, TRAINED, legend_beside_title, panels, say_nothing_to_show, step_ticks
-
-_LOOKS = ((TRAINED, "o", "-"), (SAMPLED, "s", "--"), ("#555555", "^", ":"), (TRAINED, "v", "-."), (SAMPLED, "D", "-"))
+from workbench.inspect.style import MARKERS, SERIES, legend_beside_title, panels, say_nothing_to_show, step_ticks
 
 
 class RouterAgreement(StaticView):
@@ -47,14 +45,14 @@ class RouterAgreement(StaticView):
         )
 
     def draw(self) -> Figure:
-        figure, (axes,) = panels(2.6, rows=1, height_ratios=[1])
+        figure, (axes,) = panels(2.6)
         if self.frame.is_empty():
             say_nothing_to_show(axes, "no routes were replayed")
             return figure
         for place, ((arm, layer), part) in enumerate(self.frame.group_by("arm", "layer", maintain_order=True)):
-            colour, marker, style = _LOOKS[place % len(_LOOKS)]
+            colour, marker = SERIES[place % len(SERIES)], MARKERS[place % len(MARKERS)]
             name = f"layer {layer}" if len(self.runs) == 1 else f"{arm}, layer {layer}"
-            axes.plot(part["step"], part["agreement"], color=colour, marker=marker, ls=style, lw=1.6, ms=5, label=name)
+            axes.plot(part["step"], part["agreement"], color=colour, marker=marker, lw=1.6, ms=5, label=name)
         axes.set_title("tokens whose own router agrees with the replayed route")
         axes.set_xlabel("optimiser step")
         axes.set_ylim(-0.04, 1.08)

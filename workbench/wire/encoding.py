@@ -74,7 +74,7 @@ def token_array(values: TokenIds, what: str = "token ids") -> np.ndarray:
         column = np.frombuffer(array.array("Q", values), dtype=np.uint64)
     except (TypeError, OverflowError, ValueError) as error:
         raise WireError(f"{what} must be integers in 0..2^64-1: {_first_bad_id(values, error)}") from error
-    if isinstance(values, (list, tuple)) and column.size:
+    if isinstance(values, (list, tuple)) and column.size and column.min() <= 1:
         # bool is an int to `array`; it can only hide where the value is 0 or 1.
         for position in np.flatnonzero(column <= 1):
             if isinstance(values[position], (bool, np.bool_)):

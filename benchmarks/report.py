@@ -1,0 +1,141 @@
+"""Report: the questions' JSON files as a table in Markdown, growth curves, and an executed notebook.
+
+    load(directory) → the questions     table(questions) → Markdown     draw(questions) → a figure of growth
+`report(directory)` writes `table.md` and executes `benchmarks/benchmarks.ipynb` beside it. Not here: measuring.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import Figure
+
+NOTEBOOK = Path(__file__).with_name("benchmarks.ipynb")
+HEAD = "| what | median | 95 % interval | target | reached |\n|---|---:|---|---|---|\n"
+
+Question = dict[str, Any]
+
+
+def load(directory: Path | str) -> dict[str, Question]:
+    """The measured questions of a directory, by name, in the order in which they are asked."""
+    from benchmarks.__main__ import QUESTIONS
+
+    paths = {name: Path(directory) / f"{name}.json" for name in QUESTIONS}
+    return {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
+
+
+def machine(question: Question) -> str:
+    """One sentence on what a question was measured on."""
+    about = question["machine"]
+    return (
+        f"{about['cores']} cores of {about['processor']}, {about['memory_gib']} GiB, Python {about['python']}, SHA-256 "
+        f"{about['sha256_gb_s']} GB/s, load average at the start {about['load_at_start']}, commit {about['commit']}"
+    )
+
+
+def table(questions: Iterable[Question]) -> str:
+    """The figures of some questions as one Markdown table; what could not be measured says why."""
+    return HEAD + "".join(f"{row}\n" for question in questions for row in _rows(question))
+
+
+def growth_table(questions: Iterable[Question]) -> str:
+    """The growth curves of some questions as one Markdown table."""
+    rows = [
+        f"| {one['name']} | {one['of']} | {_span(one['sizes'])} | {_duration(one['seconds'][0])} to "
+        f"{_duration(one['seconds'][-1])} | {one['exponent']:.2f} | {one['note']} |\n"
+        for question in questions
+        for one in _growths(question)
+    ]
+    head = "| what | size: number of | sizes | takes | fitted exponent | |\n|---|---|---|---|---:|---|\n"
+    return head + "".join(rows)
+
+
+def draw(questions: Iterable[Question]) -> Any:
+    """One panel a growth curve, both axes logarithmic, with the fitted line."""
+    from matplotlib.figure import Figure as Picture
+
+    curves = [one for question in questions for one in _growths(question)]
+    across = 3
+    picture = Picture(figsize=(10, 2.9 * math.ceil(len(curves) / across)), layout="constrained")
+    for place, one in enumerate(curves):
+        axes = picture.add_subplot(math.ceil(len(curves) / across), across, place + 1)
+        sizes, seconds = one["sizes"], one["seconds"]
+        middle = math.exp(sum(map(math.log, sizes)) / len(sizes)), math.exp(sum(map(math.log, seconds)) / len(seconds))
+        fitted = [middle[1] * (size / middle[0]) ** one["exponent"] for size in sizes]
+        axes.loglog(sizes, [1e3 * value for value in fitted], color="0.7", linewidth=1)
+        axes.loglog(sizes, [1e3 * value for value in seconds], "o", color="#1f5fa8", markersize=5)
+        axes.set_title(f"{one['name']}\nexponent {one['exponent']:.2f}", fontsize=9, loc="left")
+        axes.set_xlabel(one["of"], fontsize=8)
+        axes.set_ylabel("ms", fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.margins(y=0.4)
+    return picture
+
+
+def report(directory: Path) -> None:
+    """Write the table and the executed notebook of what was measured into `directory`."""
+    import papermill
+
+    from workbench.campaign.notebook_file import Outcome, set_outcome
+
+    questions = load(directory)
+    about = "\n".join(f"- {name}: {machine(question)}" for name, question in questions.items())
+    text = (
+        "# Benchmarks\n\nWritten by `make bench`; the notebook beside this file says what each figure means.\n\n"
+        f"{table(questions.values())}\n## Growth\n\n{growth_table(questions.values())}\n## Measured on\n\n{about}\n"
+    )
+    (directory / "table.md").write_text(text)
+    executed = directory / NOTEBOOK.name
+    papermill.execute_notebook(
+        str(NOTEBOOK),
+        str(executed),
+        parameters={"directory": str(directory.resolve())},
+        progress_bar=False,
+        kernel_name="python3",
+    )
+    set_outcome(executed, Outcome("done"))
+
+
+def _growths(question: Question) -> Iterator[dict[str, Any]]:
+    return (one for one in question["results"] if one["kind"] == "growth")
+
+
+def _rows(question: Question) -> Iterator[str]:
+    if "failed" in question:
+        yield f"| {question['question']} | not measured | {question['failed'][:200]} | | |"
+    for one in question["results"]:
+        if one["kind"] == "figure":
+            yield _row(Figure(**one))
+
+
+def _row(one: Figure) -> str:
+    unit = "" if one.unit == "×" else f" {one.unit}"
+    if one.value is None:
+        value, interval = "not measured", one.note[:200]
+    else:
+        value = f"{_number(one.value)}{'×' if one.unit == '×' else unit}"
+        interval = "" if one.low is None or one.high is None else f"{_number(one.low)} – {_number(one.high)}"
+    target = (
+        f"≥ {one.at_least:g}" if one.at_least is not None else f"≤ {one.at_most:g}" if one.at_most is not None else ""
+    )
+    reached = {None: "", True: "yes", False: "**no**"}[one.met]
+    return f"| {one.name} | {value} | {interval} | {target} | {reached} |"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
+
+
+def _duration(seconds: float) -> str:
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * scale >= 1:
+            return f"{seconds * scale:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def _span(sizes: list[float]) -> str:
+    return ", ".join(f"{size:,.0f}" for size in sizes)
