@@ -34,9 +34,8 @@ from workbench.wire import RolloutReceipt, StagedCall
 _STATES = {"running": "running", "done": "finished", "failed": "failed", "killed": "interrupted"}
 
 
-def _is_verified(row: dict[str, Any]) -> bool:
-    # A valid row without a receipt's terminal was echoed: there was nothing to verify it by.
-    return row["sample_mask"] == 1 and row["terminal_selection"] is not None
+# A valid row without a receipt's terminal was echoed: there was nothing to verify it by.
+_IS_VERIFIED = ((pl.col("sample_mask") == 1) & pl.col("terminal_selection").is_not_null()).fill_null(False)
 
 
 def open(path: str | PathLike[str]) -> Run:
@@ -259,12 +258,18 @@ class Run:
 
     def _build_rollouts(self) -> pl.DataFrame:
         step_of = {row["group_id"]: row.get("step") for row in self._lines("groups")}
+        steps = pl.DataFrame(
+            {"group_id": list(step_of), "step": list(step_of.values())},
+            schema={"group_id": pl.String, "step": pl.Int64},
+            strict=False,
+        )
         stored = self._read("rows", frames.scalar_columns("rollouts"))
-        rows = [
-            {**row, "run": self.name, "step": step_of.get(row["group_id"]), "verified": _is_verified(row)}
-            for row in stored.sort("group_id", "index").to_dicts()
-        ]
-        return frames.frame_of("rollouts", rows)
+        return (
+            stored.sort("group_id", "index")
+            .join(steps, on="group_id", how="left", maintain_order="left")
+            .with_columns(run=pl.lit(self.name), verified=_IS_VERIFIED)
+            .select(*frames.polars_dtypes("rollouts"))
+        )
 
     def _build_calls(self) -> pl.DataFrame:
         stored: dict[str, dict[str, dict[str, Any]]] = {}
