@@ -35,6 +35,10 @@ TRAIN = "train"
 #: Logical CPUs of Ray that the controller takes besides one for each storage unit.
 CONTROLLER_CPUS = 1
 
+#: `_system_config` for a local Ray. It starts its workers with niceness 15 otherwise: next to anything else that
+#: computes they get a thirtieth of a processor, and every deadline on them passes.
+AS_URGENT_AS_WE_ARE = {"worker_niceness": 0}
+
 _CONTROLLER = {"name": "TransferQueueController", "namespace": "transfer_queue"}
 _MANAGER_MODULE = "transfer_queue.storage.managers.simple_storage_manager"
 _SEND_RECV, _ATTEMPTS, _PROBE = (

@@ -18,6 +18,7 @@
     ├── StagingError                    a staged row is missing, unreadable or not what was asked for
     ├── ReceiptRejected                 a rollout does not verify; carries cause, call_id, position
     ├── FinalizerError
+    │   └── GroupsDropped               groups in a row could not become rows, and replacing them does not help
     ├── TrainerError
     │   ├── ReplayBufferError           a group was used out of turn (reserved twice, committed with other keys, full)
     │   └── WeightSyncError             sampler and trainer disagree after new weights, or the sync failed
@@ -138,6 +139,10 @@ class FinalizerError(WorkbenchError):
     """A group could not be finalised; names the group."""
 
 
+class GroupsDropped(FinalizerError):
+    """Group after group could not become rows; names the cause, and how many in a row."""
+
+
 class TrainerError(WorkbenchError):
     """A training step could not be taken; names the step."""
 
@@ -164,6 +169,10 @@ class ComponentDied(WorkbenchError):
 
 class RunStoreError(WorkbenchError):
     """A stored run is missing, damaged or being written by somebody else."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the sentence, which says all there is, and not the calls that led to it."""
+        return [f"{type(self).__name__}: {self}"]
 
 
 def _rebuild(kind: type[WorkbenchError], args: tuple[object, ...], state: dict[str, object]) -> WorkbenchError:

@@ -152,6 +152,9 @@ class Rollouts(Section):
     with `sampling.seed_each_call` and `train.max_staleness: 0`. null: all rollouts of the groups that run."""
     timeout_s: Seconds = 180.0
     """How long one rollout may take. Longer makes it a placeholder."""
+    max_dropped_in_a_row: Positive = 8
+    """Groups that may leave one after the other without becoming rows, each replaced by a fresh one. One more ends the
+    campaign with their cause: what makes every group leave will not be cured by sampling another one."""
     stall_timeout_s: Seconds = 300.0
     """The campaign ends when nothing at all has moved for this long. Longer than one optimiser step takes."""
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from workbench import dataplane, runs
+from workbench import dataplane
 from workbench.campaign.controller import CampaignResult, run_campaign
 from workbench.campaign.fleet import Fleet
 from workbench.campaign.proof import SyncProof
@@ -27,13 +27,28 @@ REPLIES = ["Guess: 5", "Guess: 12", "Guess: 9", "I would say 14"]
 
 
 class ScriptedFleet(Fleet):
-    """`Fleet` in a running Ray, with an engine that has no weights: nothing to prove, nothing to refuse."""
+    """`Fleet` in a running Ray, with an engine that has no weights: nothing to prove, nothing to refuse.
+
+    Where this process is connected to a data plane already, the campaign joins it and leaves it as it was: three
+    processes less to start, which is a third of the start.
+    """
+
+    joined: frozenset[str] = frozenset()
+    """Names of parts that were there before this campaign and outlive it."""
 
     def _check_machine(self) -> None:
         return
 
     async def _start_ray(self) -> None:
         return
+
+    async def _start_data_plane(self) -> None:
+        if not dataplane._connected:
+            await super()._start_data_plane()
+            return
+        self._stops.append(("data plane", lambda: dataplane.drain_clears(self._patience_s)))
+        self._data_plane_actors = await asyncio.to_thread(dataplane.actors, self.recipe.data_plane.storage_units)
+        self.joined = frozenset(self._data_plane_actors)
 
     async def prove(self, version: int) -> SyncProof:
         return SyncProof(version, 0.0, 0.0)
@@ -59,13 +74,19 @@ def scripted_recipe(folder: Path, *overrides: str, delay_s: float = 0.1) -> Reci
 
 @contextlib.contextmanager
 def own_data_plane() -> Iterator[None]:
-    """The shared Ray without the shared data plane: a campaign starts and stops its own."""
+    """The shared Ray without the shared data plane: campaigns start and stop their own."""
     shared = dataplane._connected
     dataplane.stop()
     yield
     dataplane.stop()
     if shared:
-        dataplane.start(storage_units=2, send_recv_timeout_s=5.0, max_attempts=1, start_timeout_s=90.0)
+        dataplane.start(storage_units=2, send_recv_timeout_s=5.0, max_attempts=1, start_timeout_s=180.0)
+
+
+async def empty_data_plane() -> None:
+    """Remove what a campaign that failed has left in the shared data plane, so that the next one finds it empty."""
+    for partition in (dataplane.STAGING, dataplane.TRAIN):
+        await dataplane.clear(partition, list(await dataplane.tags(partition, deadline_s=10)), deadline_s=10)
 
 
 class Running:
@@ -114,7 +135,7 @@ class Running:
         """Wait until a first step was trained and further groups are being played; learns every part's pid."""
         await self.until(lambda: self.events("started"))
         await self.look()
-        await self.until(lambda: runs.open(self.run_dir).steps.height >= 1)
+        await self.until(lambda: (self.run_dir / "steps.jsonl").stat().st_size)
 
     async def look(self) -> None:
         """Learn the pids of all parts."""
@@ -128,7 +149,7 @@ class Running:
         }
         asked = [_pid(actor) for actor in actors.values()]
         self.pids = dict(zip(actors, await asyncio.gather(*asked), strict=True)) | {"gateway": fleet.gateway.pids[0]}
-        self._processes |= {pid: psutil.Process(pid) for pid in self.pids.values()}
+        self._processes |= {pid: psutil.Process(pid) for part, pid in self.pids.items() if part not in fleet.joined}
 
     async def survivors(self, timeout_s: float = 15.0) -> list[str]:
         """Parts that outlive their campaign."""

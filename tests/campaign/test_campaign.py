@@ -95,6 +95,9 @@ def test_one_command_trains_and_leaves_a_notebook_and_a_run_that_verifies(tmp_pa
 
     run = runs.open(run_dir)
     assert run.campaign["state"].to_list() == ["finished"]
+    # Nothing that the controller does itself keeps its loop from anything else for longer.
+    (finished,) = run.events.filter(kind="finished")["fields"]
+    assert json.loads(finished)["loop_lag_own_p99_s"] <= 0.05
     assert set(run.calls["mode"]) == {"text", "token_in"}
     assert run.rollouts["terminal_selection"].unique().to_list() == ["response_id"]
     # Staleness is bounded by the recipe, and the second step was sampled from trained or initial weights only.

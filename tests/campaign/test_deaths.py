@@ -1,21 +1,30 @@
-"""Every part of a campaign killed in its middle: a finalizer is replaced, any other death ends the run in time."""
+"""Every part of a campaign killed in its middle: a finalizer is replaced, any other death ends the run in time.
+
+Most of a case is starting processes that import torch. So the two whose data plane is killed come first and start one
+each, and the others share the session's.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
 import pytest
-from campaign.scripted_fleet import REAL_DEADLINES, Running, own_data_plane, scripted_recipe
+import pytest_asyncio
+from campaign.loop_time import loop_time
+from campaign.scripted_fleet import (
+    REAL_DEADLINES,
+    Running,
+    empty_data_plane,
+    own_data_plane,
+    scripted_recipe,
+)
 from chains import Chain
 
 from workbench import runs
@@ -28,73 +37,70 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(420)]
 ENDS_WITHIN_S = 60.0 if REAL_DEADLINES else 45.0
 """Short deadlines are a few seconds each; the rest is for slow machines. A wait without an end fails here."""
 
-# part killed -> what the error must say of it
-FATAL = {
-    "gateway": "gateway",
-    "policy worker": "policy worker",
-    "trainer": "trainer",
-    "TransferQueue's storage unit 0": "storage unit 0",
-    "TransferQueue's controller": "TransferQueue's controller",
-}
 
-
-@pytest.fixture
-def own_plane(ray_cluster: Any, tiny_model: Path) -> Any:
+@pytest.fixture(scope="class")
+def own_planes(ray_cluster: Any, tiny_model: Path) -> Iterator[None]:
     with own_data_plane():
         yield
 
 
-@pytest.mark.parametrize("part", FATAL)
-async def test_a_dead_part_ends_the_run_in_time_with_its_name_and_nothing_left(
-    own_plane: Any, tmp_path: Path, part: str
-) -> None:
-    async with Running(scripted_recipe(tmp_path, "train.steps=200"), tmp_path / "run") as running:
+@pytest_asyncio.fixture
+async def shared_plane(tq: Any, tiny_model: Path) -> AsyncIterator[None]:
+    yield
+    await empty_data_plane()
+
+
+async def kill_and_look(tmp_path: Path, part: str, *overrides: str) -> None:
+    """Kill `part` in the middle of a campaign, which must end in time, say what died, and leave nothing running."""
+    # One finalizer is enough here, and one process less to start.
+    recipe = scripted_recipe(tmp_path, "train.steps=200", "finalizer.actors=1", *overrides)
+    began = time.monotonic()
+    async with Running(recipe, tmp_path / "run") as running:
         await running.until_under_way()
         os.kill(running.pids[part], signal.SIGKILL)
-        began = time.monotonic()
+        killed = time.monotonic()
         with pytest.raises(ComponentDied) as caught:
             await running.task
-        seconds = time.monotonic() - began
+        ended = time.monotonic()
+    seconds = ended - killed
+    print(f"\n{part}: under way after {killed - began:.1f} s, ended {seconds:.1f} s after its death: {caught.value}")
     assert seconds < ENDS_WITHIN_S, f"{part}: {seconds:.1f} s"
-    print(f"\n{part}: {seconds:.1f} s: {caught.value}")
-    assert FATAL[part] in str(caught.value) and "in flight" in str(caught.value)
+    assert part in str(caught.value) and "in flight" in str(caught.value)
     assert ComponentDied.exit_code != 0
     assert await running.survivors() == []
     run = runs.open(tmp_path / "run")
     assert run.campaign["state"].to_list() == ["failed"]
-    assert part.split()[-1] in run.campaign["error"][0]
+    assert part in run.campaign["error"][0]
     report = verify_run(tmp_path / "run")
     assert report.ok and report.groups >= 2, report
 
 
-@contextlib.contextmanager
-def lateness_of_threads() -> Iterator[list[float]]:
-    """How late a sleeping thread of this process wakes up: what the machine alone adds to the loop's lateness."""
-    late_s: list[float] = []
-    stopped = threading.Event()
+class TestOfTheDataPlane:
+    async def test_a_dead_storage_unit_ends_the_run_in_time_with_its_name_and_nothing_left(
+        self, own_planes: None, tmp_path: Path
+    ) -> None:
+        await kill_and_look(tmp_path, "TransferQueue's storage unit 0", "data_plane.storage_units=1")
 
-    def measure() -> None:
-        while not stopped.is_set():
-            due = time.monotonic() + 0.1
-            time.sleep(0.1)
-            late_s.append(time.monotonic() - due)
-
-    thread = threading.Thread(target=measure, daemon=True)
-    thread.start()
-    try:
-        yield late_s
-    finally:
-        stopped.set()
-        thread.join()
+    async def test_a_dead_controller_ends_the_run_in_time_with_its_name_and_nothing_left(
+        self, own_planes: None, tmp_path: Path
+    ) -> None:
+        await kill_and_look(tmp_path, "TransferQueue's controller", "data_plane.storage_units=1")
 
 
-async def test_a_killed_finalizer_is_replaced_and_the_run_ends_whole(own_plane: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["gateway", "policy worker", "trainer"])
+async def test_a_dead_part_ends_the_run_in_time_with_its_name_and_nothing_left(
+    shared_plane: None, tmp_path: Path, part: str
+) -> None:
+    await kill_and_look(tmp_path, part)
+
+
+async def test_a_killed_finalizer_is_replaced_and_the_run_ends_whole(shared_plane: None, tmp_path: Path) -> None:
     # The only one there is, so that the run cannot end before it has been replaced.
     recipe = scripted_recipe(tmp_path, "train.steps=3", "train.groups_per_step=3", "finalizer.actors=1")
     async with Running(recipe, tmp_path / "run") as running:
-        with lateness_of_threads() as machine:
-            await running.until(lambda: running.events("started"))
-            await running.look()
+        await running.until(lambda: running.events("started"))
+        await running.look()
+        with loop_time() as loop:
             assert running.fleet is not None
             # A call of a rollout that nobody plays, as an agent leaves behind that gave up.
             for call in ("c0", "c1"):
@@ -120,7 +126,9 @@ async def test_a_killed_finalizer_is_replaced_and_the_run_ends_whole(own_plane: 
     (swept,) = running.events("swept")
     assert swept["left"] == {"staging": 0, "train": 0} and swept["cleared"]["staging"] >= 2
     assert verify_run(tmp_path / "run").ok
+    # Of all moments less than one in a hundred finds the loop blocked by a callback for 50 ms or more: its p99.
+    print(f"\nloop: {len(loop.blocks)} long callbacks in {loop.seconds:.0f} s: {loop.worst()}")
+    assert loop.share_later_than(0.05) < 0.01, loop.worst()
     (finished,) = running.events("finished")
-    # The loop is late by what the machine adds, and by no more than 50 ms of its own.
-    assert finished["loop_lag_p99_s"] <= 0.05 + 2 * float(np.quantile(machine, 0.99))
+    assert finished["loop_lag_own_p99_s"] <= finished["loop_lag_p99_s"]
     assert await running.survivors() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from workbench.campaign.sampling import RolloutPump
 from workbench.campaign.supply import Supply
 from workbench.campaign.watch import Watch
 from workbench.config import load_recipe
-from workbench.errors import ComponentDied
+from workbench.errors import ComponentDied, GroupsDropped
 from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome
 from workbench.finalizer.metrics import GroupMetrics
 from workbench.train.buffer import ReplayBuffer
@@ -62,6 +63,7 @@ class Bench:
             weights=self.versions,
             supply=self.supply,
             replaced=0,
+            dropped_in_a_row=0,
             evicted=0,
             rejections={},
         )
@@ -152,6 +154,20 @@ async def test_a_group_that_leaves_by_its_exit_is_replaced_so_that_no_step_train
     assert all(entry.weight_version >= 1 for entry in second)
 
 
+async def test_groups_that_all_leave_by_their_exit_end_the_campaign_with_the_cause_and_how_many_they_were():
+    bench = Bench("rollouts.max_dropped_in_a_row=3", "rollouts.max_inflight_groups=1")
+    # One that becomes rows in between, and the count begins again.
+    bench.exits = {f"g{number:05d}" for number in range(100)} - {"g00002"}
+    bench.release.set()
+    with pytest.RaisesGroup(GroupsDropped) as caught:
+        await asyncio.wait_for(bench.pump.run(), 10)
+    (error,) = caught.value.exceptions
+    assert "4 groups in a row" in str(error) and "rollouts.max_dropped_in_a_row=3" in str(error)
+    assert f"the last was g00006 ({Cause.ROUTE_DIMS_UNKNOWN}: " in str(error)
+    assert [group for _, group in bench.started()] == [f"g{number:05d}" for number in range(7)]
+    assert bench.state.replaced == 6 and bench.supply.buffer.state("g00002") == "ready"
+
+
 async def test_a_full_buffer_holds_the_pump_back_until_the_trainer_takes_groups():
     bench = Bench(
         "rollouts.max_inflight_groups=8", "train.groups_per_step=2", "train.steps=3", "train.max_staleness=2",
@@ -181,3 +197,16 @@ async def test_the_error_says_what_was_in_flight_though_everything_has_been_canc
     assert str(found) == "the gateway died: ended with code -9; in flight: g00007 (sampling), step 3 (training)."
     busy = {"the trainer": lambda: asyncio.sleep(3600)}
     assert await watch.find_dead(busy, 0.05) is None
+
+
+async def test_what_keeps_the_loop_is_measured_apart_from_what_keeps_the_machine():
+    watch = Watch(60.0)
+    assert watch.loop_lag_p99_s() == {"total": None, "own": None}
+    measuring = asyncio.create_task(watch.measure_loop_lag())
+    await asyncio.sleep(0)
+    time.sleep(1.0)  # noqa: ASYNC251 - blocks the loop, which is what is measured
+    await asyncio.sleep(0.2)
+    measuring.cancel()
+    lag = watch.loop_lag_p99_s()
+    # A sleeping thread waits for no processor, so all of it is the loop's own, whatever else the machine does.
+    assert lag["total"] >= 0.5 and 0 < lag["own"] <= lag["total"]

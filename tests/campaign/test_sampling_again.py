@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,8 @@ from campaign.test_sampling import Bench
 
 from workbench.campaign import sampling
 from workbench.campaign.left_off import OpenGroup
+from workbench.errors import ReplayBufferError
+from workbench.train.samplers import Sampler, Selection
 
 WINDOWED = ("train.sampler.name=windowed", "train.max_staleness=0", "train.groups_per_step=2", "train.steps=2")
 
@@ -48,6 +51,24 @@ async def test_a_ready_group_that_became_stale_is_cleared_counted_and_replaced(c
     await asyncio.wait_for(bench.supply.take(2, 1), 10)
     await bench.versions.confirm(2)
     await asyncio.wait_for(pump, 10)
+
+
+@dataclass(frozen=True)
+class NothingIsGoodEnough(Sampler):
+    """Gives up every group that is ready, the newest ones too."""
+
+    def select(self, entries, count, version):
+        return Selection([], [entry for entry in entries if entry.ready])
+
+
+async def test_a_sampler_that_gives_up_whatever_comes_ends_the_campaign_with_its_name(cleared):
+    bench = Bench(f"train.sampler.name={__name__}:NothingIsGoodEnough", "train.buffer_groups=2")
+    bench.release.set()
+    pump = asyncio.create_task(bench.pump.run())
+    with pytest.raises(ReplayBufferError, match="NothingIsGoodEnough has given up 5 groups at weight version 0"):
+        await asyncio.wait_for(bench.supply.take(2, 0), 10)
+    pump.cancel()
+    await asyncio.wait([pump])
 
 
 async def test_a_group_evicted_while_it_is_played_is_replaced_at_once_and_cleared_when_it_ends(cleared):

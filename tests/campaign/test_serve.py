@@ -24,7 +24,9 @@ import pytest
 
 from workbench import runs
 from workbench.campaign.ask_receipt import ask_receipt
+from workbench.campaign.serve import greeting
 from workbench.campaign.verify_run import verify_run
+from workbench.config import load_recipe
 from workbench.errors import ComponentDied, RunStoreError, WorkbenchError
 from workbench.gateway.settings import CONTROL_TOKEN, WORKER_TOKEN
 from workbench.inspect import PrefixChain
@@ -45,7 +47,7 @@ STOP_TIMEOUT_S = 60.0
 class Served:
     """A `workbench serve` in another process, over the scripted engine."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **options: Any) -> None:
         script = folder / "script.jsonl"
         script.write_bytes(b"\n".join(map(orjson.dumps, SCRIPT)))
         self.run_dir = folder / "reports" / "agent"
@@ -58,6 +60,7 @@ class Served:
                 stdout=out,
                 stderr=err,
                 env={**os.environ, MARK_OF_THE_TEST: self.mark},
+                **options,
             )
 
     def wait_until_it_serves(self) -> Served:
@@ -235,6 +238,32 @@ def test_an_interrupt_ends_everything_and_the_run_says_so(served: Served) -> Non
     assert report.ok, str(report)
     assert report.rows_valid == 3
     assert os.listdir(served.run_dir / "receipts") != []
+
+
+def test_a_stop_that_reaches_ray_too_before_it_serves_leaves_its_true_status(tmp_path: Path) -> None:
+    server = Served(tmp_path, start_new_session=True)
+    try:
+        server.wait_for(lambda: "starting data plane" in server.stderr.read_text(), START_TIMEOUT_S)
+        # As a service manager or a closed terminal does it: every process of the group at the same time.
+        os.killpg(server.process.pid, signal.SIGTERM)
+        assert server.process.wait(STOP_TIMEOUT_S) != 0
+    finally:
+        server.stop()
+    status = server.status()
+    assert (status["status"], status["phase"]) == ("killed", "stopped")
+    assert status["error"] == "stopped by SIGTERM before it served"
+    assert runs.open(server.run_dir).campaign["state"].to_list() == ["interrupted"]
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while server.family():
+        assert time.monotonic() < deadline, server.family()
+        time.sleep(0.1)
+
+
+def test_the_greeting_says_when_the_model_never_sees_an_agents_tools(tmp_path: Path) -> None:
+    recipe = load_recipe("serve_smollm2")
+    assert "left out by this model's chat template" in greeting(recipe, tmp_path, "http://x", {"renders_tools": False})
+    for probe in ({"renders_tools": True}, {"capture_enabled": False}):
+        assert "tools" not in greeting(recipe, tmp_path, "http://x", probe)
 
 
 def test_a_run_that_is_not_served_has_no_desk(tmp_path: Path) -> None:

@@ -427,6 +427,7 @@ async def test_probe_proves_this_engine_and_leaves_nothing_behind(
     async with serving(chatml_folder, script, monkeypatch) as (server, sink):
         found = await server.probe()
         assert found["prefix_stable"] is True
+        assert found["renders_tools"] is False  # SmolLM2's template leaves them out
         assert found["equals_plain_rendering"] is True
         assert sink.rows == {}
 

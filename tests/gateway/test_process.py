@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -13,7 +14,12 @@ import httpx
 import psutil
 import pytest
 from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
+from conftest import listening
 from workbench import recipe_schema
 from workbench.errors import ComponentDied, SetupError
 from workbench.gateway.client import ControlClient
@@ -81,6 +87,33 @@ def test_without_a_control_token_it_refuses(workers: int, tmp_path: Path, monkey
     with pytest.raises(SetupError, match=CONTROL_TOKEN):
         GatewayProcess.start(settings(tmp_path, workers=workers))
     assert set(psutil.Process().children()) <= before, "the others are not left behind"
+
+
+@pytest.mark.parametrize("route", ["/ng-rollout/r/v1/chat/completions", "/v1/chat/completions"])
+async def test_a_call_that_is_under_way_when_it_stops_is_told_so(
+    route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CONTROL_TOKEN, SECRET)
+    asked, over = asyncio.Event(), asyncio.Event()
+
+    async def too_late(request: Request) -> Response:
+        asked.set()
+        await over.wait()
+        return Response(status_code=500)
+
+    async with listening(Starlette(routes=[Route("/{path:path}", too_late, methods=["POST"])])) as worker_url:
+        gateway = await asyncio.to_thread(GatewayProcess.start, settings(tmp_path, worker_url=worker_url))
+        try:
+            async with httpx.AsyncClient(timeout=60.0) as http:
+                body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+                call = asyncio.create_task(http.post(gateway.url + route, json=body))
+                await asyncio.wait_for(asked.wait(), 30)
+                await asyncio.to_thread(gateway.stop)
+                told = await call
+        finally:
+            over.set()
+            gateway.stop()
+    assert (told.status_code, told.json()["error"]["code"]) == (503, "gateway_stopping")
 
 
 def test_it_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:

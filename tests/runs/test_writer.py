@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from workbench.errors import RunStoreError
+from workbench.runs import writer
 from workbench.runs.writer import RunWriter, atomic_file, write_lines
 
 
@@ -38,6 +41,57 @@ def test_nothing_is_written_after_close_and_closing_twice_is_harmless(tmp_path):
     with pytest.raises(RunStoreError, match="closed"):
         run.status({})
     assert (tmp_path / "events.jsonl").read_bytes() == b""
+
+
+def test_a_status_that_is_said_from_an_event_loop_does_not_wait_for_the_disk_and_is_there_in_the_end(
+    tmp_path, monkeypatch
+):
+    written, disk_is_back = [], threading.Event()
+    atomic = writer.atomic_file
+
+    @contextlib.contextmanager
+    def slow(path):
+        assert disk_is_back.wait(60)
+        with atomic(path) as handle:
+            yield handle
+        written.append(json.loads(path.read_bytes())["step"])
+
+    monkeypatch.setattr(writer, "atomic_file", slow)
+    run = RunWriter(tmp_path)
+    for step in range(1, 101):
+        run.status_soon(step=step, **{f"said_{step}": True})
+    assert written == []
+    disk_is_back.set()
+    # Said later and waited for: what was said before it is there too, and nothing earlier comes after it.
+    run.status(step=101)
+    assert written[-1] == 101 and len(written) <= 3
+    run.status_soon(step=102)
+    run.close()
+    status = json.loads((tmp_path / "status.json").read_bytes())
+    assert status["step"] == 102 and all(status[f"said_{step}"] for step in range(1, 101))
+    assert written == sorted(written)
+    with pytest.raises(RunStoreError, match="closed"):
+        run.status_soon(step=103)
+
+
+def test_a_disk_that_does_not_take_the_status_is_said_at_the_next_one(tmp_path, monkeypatch):
+    failed = threading.Event()
+
+    @contextlib.contextmanager
+    def full(path):
+        failed.set()
+        raise OSError(28, "No space left on device")
+        yield
+
+    run = RunWriter(tmp_path)
+    monkeypatch.setattr(writer, "atomic_file", full)
+    run.status_soon(step=1)
+    assert failed.wait(60)
+    with pytest.raises(OSError, match="No space left"):
+        for step in range(2, 10_000):
+            run.status_soon(step=step)
+            time.sleep(0.001)
+    run.close()
 
 
 def test_a_torn_last_line_is_cut_off_when_a_run_is_continued(tmp_path):

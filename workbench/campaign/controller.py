@@ -132,7 +132,8 @@ class Campaign:
             weight_version=state.weights.version,
             groups_replaced=state.replaced,
             rejections=dict(state.rejections),
-            loop_lag_p99_s=state.watch.loop_lag_p99_s(),
+            loop_lag_p99_s=(lag := state.watch.loop_lag_p99_s())["total"],
+            loop_lag_own_p99_s=lag["own"],
         )
         return CampaignResult(self.fleet.run_dir, recipe.train.steps, state.weights.version, state.replaced)
 
@@ -195,7 +196,7 @@ def _take_over(run_dir: Path, writer: RunWriter) -> LeftOff:
 
 
 def _say_phase(writer: RunWriter, phase: str) -> None:
-    writer.status(phase=phase)
+    writer.status_soon(phase=phase)
 
 
 def _first_cause(group: BaseExceptionGroup) -> BaseException:

@@ -15,7 +15,6 @@ import contextlib
 import os
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -24,10 +23,10 @@ from typing import Any
 import orjson
 
 from workbench.errors import DeadlineExceeded, RunStoreError, WorkbenchError
+from workbench.places import make_serve_directory
 
 LONGEST_LINE = 4 * 2**20
 CONNECT_TIMEOUT_S = 5.0
-_PARENT = Path("/tmp")
 
 Handle = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
@@ -46,7 +45,7 @@ async def listening(handle: Handle) -> AsyncIterator[Path]:
         finally:
             writer.close()
 
-    directory = Path(tempfile.mkdtemp(prefix="wb-serve-", dir=_PARENT))
+    directory = make_serve_directory()
     try:
         path = directory / "desk"
         server = await asyncio.start_unix_server(serve, path, limit=LONGEST_LINE)

@@ -42,6 +42,8 @@ from workbench.places import make_ray_directory
 
 WORKER_CONCURRENCY = 64
 HURRIED_S = 2.0
+# Its processes start one after the other and import torch first: 15 s alone, and two minutes on a busy machine.
+_DATA_PLANE_STARTS_WITHIN_S = 180.0
 # Fetch, publish, clear: together they end before the controller stops waiting, so that the one at fault is named.
 FINALIZER_REQUESTS = 4
 
@@ -76,6 +78,7 @@ class Fleet:
         self._data_plane_actors: dict[str, Any] = {}
         self.timings_s: dict[str, float] = {}
         self.probe: dict[str, Any] = {}
+        self._proof_ids: list[list[int]] | None = None
         self._on_phase = on_phase
         self._patience_s = recipe.deadlines.stop_s / 2
         """How long a part may take to stop itself before it is killed."""
@@ -151,6 +154,7 @@ class Fleet:
             }
             if recipe.ray.address == "local":
                 options |= {"address": "local", "num_cpus": recipe.ray.num_cpus, "_temp_dir": temp_dir}
+                options["_system_config"] = dict(dataplane.AS_URGENT_AS_WE_ARE)
                 options["runtime_env"]["py_executable"] = dataplane.interpreter()
             else:
                 options |= {"address": recipe.ray.address}
@@ -182,9 +186,9 @@ class Fleet:
                 storage_units=plane.storage_units,
                 send_recv_timeout_s=plane.send_recv_timeout_s,
                 max_attempts=plane.max_attempts,
-                start_timeout_s=90.0,
+                start_timeout_s=_DATA_PLANE_STARTS_WITHIN_S,
             ),
-            100.0,
+            _DATA_PLANE_STARTS_WITHIN_S + 10.0,
             "TransferQueue",
             "starting",
         )
@@ -296,10 +300,13 @@ class Fleet:
 
     async def prove(self, version: int) -> SyncProof:
         """Prove that sampler and trainer agree on the weights of `version`. Raises WeightSyncError."""
+        if self._proof_ids is None:
+            # In a thread: reading a tokenizer takes long enough for every rollout to notice.
+            self._proof_ids = await asyncio.to_thread(proof_ids, self.model_path)
         return await prove_weights(
             self.worker,
             self.trainer,
-            proof_ids(self.model_path),
+            self._proof_ids,
             version=version,
             timeout_s=self.recipe.train.sync_timeout_s,
             max_mean_abs_delta=self.recipe.proof.max_mean_abs_delta,

@@ -71,10 +71,10 @@ async def catch_up(state: CampaignState, training: TrainPump, left: LeftOff) -> 
     retaken: dict[int, dict[str, Any]] = {}
     synced: dict[str, Any] = {}
     if done:
-        state.writer.status(phase="loading a checkpoint", step=done, steps=state.recipe.train.steps)
+        state.writer.status_soon(phase="loading a checkpoint", step=done, steps=state.recipe.train.steps)
         restored = await within(trainer.restore.remote(done), timeout_s, "the trainer", "loading a checkpoint")
         for step in range(restored["step"] + 1, done + 1):
-            state.writer.status(phase="taking a step again", step=step)
+            state.writer.status_soon(phase="taking a step again", step=step)
             retaken[step] = await within(
                 trainer.retake.remote(step), timeout_s, "the trainer", f"taking step {step} again"
             )

@@ -4,7 +4,7 @@
 
 Invariants: groups of step s start only when the weights of step s − 1 − max_staleness have been confirmed; at most
 `max_inflight_groups` are being played or finalised; a group that leaves by its typed exit, or is evicted as too stale,
-is counted and replaced, so no step trains short.
+is counted and replaced, so no step trains short; where group after group leaves, the campaign ends and says why.
 Not here: one rollout (rollouts), verification (finalizer), what is trained when (training).
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
 
@@ -21,7 +21,7 @@ from workbench.campaign.environments import Environment
 from workbench.campaign.left_off import NOTHING_YET, LeftOff, OpenGroup
 from workbench.campaign.rollouts import AgentRunner, RolloutPlan
 from workbench.campaign.state import CampaignState
-from workbench.errors import RunStoreError, WorkbenchError
+from workbench.errors import GroupsDropped, ReplayBufferError, RunStoreError, WorkbenchError
 from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome
 from workbench.finalizer.rows import clear_rows
 from workbench.finalizer.stored import read_group
@@ -43,6 +43,7 @@ class RolloutPump:
         self._steps_done = left.steps_done
         self._left_open = deque(left.open_groups)
         self._next_group = left.next_group
+        self._evicted_at: Counter[int] = Counter()  # weight version -> groups given up while it was the newest
         self._slots = asyncio.Semaphore(state.recipe.rollouts.max_inflight_groups)
         at_once = state.recipe.rollouts.max_inflight_rollouts
         # First come, first served, so that one at a time are played in the order of their places.
@@ -65,6 +66,15 @@ class RolloutPump:
         state, step = self._state, self._state.weights.version + 1
         state.evicted += 1
         state.writer.event("group_evicted", step=step, group_id=evicted.group_id, reason=evicted.reason)
+        self._evicted_at[state.weights.version] += 1
+        # Of one version at most what was in the buffer when it came can be too old; what replaces it is new.
+        if self._evicted_at[state.weights.version] > 2 * state.supply.buffer.capacity:
+            raise ReplayBufferError(
+                f"the sampler {state.recipe.train.sampler.name} has given up {self._evicted_at[state.weights.version]} "
+                f"groups at weight version {state.weights.version}, those sampled from these very weights too, so that "
+                f"step {step} is never filled; the last was {evicted.group_id} ({evicted.reason}). "
+                "Next: train.sampler and its options"
+            )
         groups.create_task(self._clear(evicted.train_keys))
         groups.create_task(self._when_free(step))
 
@@ -91,8 +101,8 @@ class RolloutPump:
                     number, self._next_group = self._next_group, self._next_group + 1
                     published = await self._play_group(step, number)
                 if published:
+                    self._state.dropped_in_a_row = 0
                     return
-                self._state.replaced += 1
         finally:
             self._slots.release()
 
@@ -150,11 +160,25 @@ class RolloutPump:
             raise
         if not group.train_keys:
             await state.supply.abort(group_id)
-            state.writer.event("group_replaced", step=step, group_id=group_id, cause=group.exit_cause)
+            self._drop(step, group)
             return False
         self._record(step, group, sampled_s)
         await self._commit(group, version)
         return True
+
+    def _drop(self, step: int, group: FinalizedGroup) -> None:
+        """Count a group that left by its typed exit. Raises GroupsDropped where too many in a row did."""
+        state, cause = self._state, group.exit_cause
+        state.writer.event("group_replaced", step=step, group_id=group.group_id, cause=cause)
+        state.replaced += 1
+        state.dropped_in_a_row += 1
+        if state.dropped_in_a_row > state.recipe.rollouts.max_dropped_in_a_row:
+            why = f"{cause.value}: {cause.explanation}" if cause is not None else "no cause was given"
+            raise GroupsDropped(
+                f"{state.dropped_in_a_row} groups in a row left without becoming rows, more than "
+                f"rollouts.max_dropped_in_a_row={state.recipe.rollouts.max_dropped_in_a_row}; the last was "
+                f"{group.group_id} ({why}). Next: workbench inspect RUN, and the events group_replaced of the run"
+            )
 
     async def _commit(self, group: FinalizedGroup, dispatched: int) -> None:
         """Make the group ready; clear its rows where it was evicted meanwhile, since another one is under way then."""

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -106,13 +106,14 @@ def _signals_cancel(task: asyncio.Task[None], note: Callable[[int], None]) -> It
 
 
 def _note_stop(number: int, session: _Session, writer: RunWriter) -> None:
-    """Give the run its last status before anything is stopped: where Ray's processes got the signal too, it takes this
-    process along when they end."""
+    """Give the run its last status before anything is stopped, and let nothing else replace it: where Ray's processes
+    got the signal too, they take this process along when they end."""
+    session.stopping = True
     if session.served:
-        writer.status(status="done", phase="stopping")
+        writer.status(status="done", phase="stopped")
     else:
         error = f"stopped by {signal.Signals(number).name} before it served"
-        writer.status(status="killed", phase="stopping", error=error)
+        writer.status(status="killed", phase="stopped", error=error)
 
 
 def _stopped(number: int, session: _Session, writer: RunWriter) -> int:
@@ -120,9 +121,7 @@ def _stopped(number: int, session: _Session, writer: RunWriter) -> int:
     name = signal.Signals(number).name
     writer.event("stopped", reason=name, calls=session.calls, open_rollouts=session.left_open)
     if not session.served:
-        writer.status(phase="stopped")
         return 128 + number
-    writer.status(status="done", phase="stopped")
     print(f"{session.calls} calls; the run: workbench inspect {session.run_dir}", file=sys.stderr)
     if session.left_open:
         names = ", ".join(session.left_open[:_SHOWN]) + (", …" if len(session.left_open) > _SHOWN else "")
@@ -137,7 +136,7 @@ class _Session:
         self.recipe = recipe
         self.run_dir = run_dir
         self.writer = writer
-        self.served = False
+        self.served = self.stopping = False
         self.calls = 0
         self.left_open: list[str] = []
         """Rollouts that had calls and no receipt when it ended."""
@@ -157,7 +156,7 @@ class _Session:
             async with desk_socket.listening(desk.receipt) as path:
                 self.writer.event("serving", url=fleet.gateway_url, timings_s=fleet.timings_s, probe=fleet.probe)
                 self.writer.status(phase="serving", url=fleet.gateway_url, desk=str(path))
-                _say(greeting(self.recipe, self.run_dir, fleet.gateway_url))
+                _say(greeting(self.recipe, self.run_dir, fleet.gateway_url, fleet.probe))
                 self.served = True
 
                 def count() -> None:
@@ -176,7 +175,8 @@ class _Session:
                         await lines.look()
 
     def _phase(self, phase: str) -> None:
-        self.writer.status(phase=phase)
+        if not self.stopping:
+            self.writer.status_soon(phase=phase)
         print(phase, file=sys.stderr, flush=True)
 
     async def _watch(self, fleet: Fleet) -> None:
@@ -206,8 +206,9 @@ class _Session:
         return finalize
 
 
-def greeting(recipe: Recipe, run_dir: Path, url: str) -> str:
-    """What an agent and its author need to know."""
+def greeting(recipe: Recipe, run_dir: Path, url: str, probe: Mapping[str, Any]) -> str:
+    """What an agent and its author need to know; `probe` is what the start-up probe found."""
+    blind = "  tools      left out by this model's chat template: it never sees which tools an agent offers"
     return "\n".join(
         [
             f"Serving {recipe.model.path} at {url}, run {run_dir}",
@@ -216,6 +217,7 @@ def greeting(recipe: Recipe, run_dir: Path, url: str) -> str:
             f'  openai     OpenAI(base_url="{url}/ng-rollout/my-1/v1", api_key="unused"), model="policy"',
             f'  anthropic  Anthropic(base_url="{url}/ng-rollout/my-1", api_key="unused"), model="policy"',
             f"  receipt    workbench receipt {run_dir} my-1 --reward 1",
+            *([blind] if probe.get("renders_tools") is False else []),
             "Ctrl-C ends it. One line a call: rollout, call, mode, parent, prompt tokens added + sampled, end.",
         ]
     )

@@ -29,6 +29,8 @@ class CampaignState:
     sweeper: Sweeper
     replaced: int = 0
     """Groups that left by their typed exit and were sampled afresh."""
+    dropped_in_a_row: int = 0
+    """How many of them since the last one that became rows."""
     evicted: int = 0
     """Groups that were given up as too stale; others were sampled in their place."""
     rejections: Counter[str] = field(default_factory=Counter)

@@ -41,7 +41,7 @@ class Weights:
         Raises WeightSyncError where worker and trainer disagree, DeadlineExceeded and ComponentDied naming the part.
         """
         fleet, timeout_s = self._fleet, self._recipe.train.sync_timeout_s
-        self._writer.status(phase="weight sync", step=step)
+        self._writer.status_soon(phase="weight sync", step=step)
         began = time.monotonic()
         path = await within(fleet.trainer.publish.remote(step), timeout_s, "the trainer", f"publishing step {step}")
         published = time.monotonic()

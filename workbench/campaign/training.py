@@ -34,12 +34,12 @@ class TrainPump:
     async def _step(self, step: int) -> None:
         state, train = self._state, self._state.recipe.train
         waited_from, evicted_before = time.monotonic(), state.evicted
-        state.writer.status(phase="sampling", step=step, steps=train.steps)
+        state.writer.status_soon(phase="sampling", step=step, steps=train.steps)
         taken = await state.supply.take(train.groups_per_step, state.weights.version)
         waited_s = time.monotonic() - waited_from
         evicted = state.evicted - evicted_before
         keys = [key for group in taken for key in group.train_keys]
-        state.writer.status(phase="training", step=step)
+        state.writer.status_soon(phase="training", step=step)
         began = time.monotonic()
         with state.watch.doing(f"step {step}", "training"):
             trained = await within(
@@ -80,7 +80,7 @@ class TrainPump:
             state.writer.event(
                 "agreement", step=step, suspect=measured["agreement_suspect"], evidence=measured.get("agreement")
             )
-        state.writer.status(
+        state.writer.status_soon(
             phase="step done",
             step=step,
             weight_version=state.weights.version,

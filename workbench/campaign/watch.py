@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -37,7 +38,7 @@ class Watch:
         """What was in flight when the first thing failed; empty as long as nothing has."""
         self._stall_timeout_s = stall_timeout_s
         self._last_moved = time.monotonic()
-        self._lags_s: deque[float] = deque(maxlen=_LAGS_KEPT)
+        self._lags_s: deque[tuple[float, float]] = deque(maxlen=_LAGS_KEPT)
 
     def moved(self) -> None:
         """Something came to an end: the clock of the stall begins again."""
@@ -87,15 +88,40 @@ class Watch:
                 )
 
     async def measure_loop_lag(self) -> None:
-        """Runs for ever: how much later than asked a sleeping task wakes up is how long the loop was blocked."""
-        while True:
-            due = time.monotonic() + _LAG_EVERY_S
-            await asyncio.sleep(_LAG_EVERY_S)
-            self._lags_s.append(max(0.0, time.monotonic() - due))
+        """Runs for ever: how much later than asked a sleeping task wakes up is how long the loop was blocked.
 
-    def loop_lag_p99_s(self) -> float | None:
-        """99th percentile of the loop's lateness in seconds; None before the first measurement."""
-        return float(np.quantile(self._lags_s, 0.99)) if self._lags_s else None
+        Its own share of that is what is left without the time in which this thread was ready and had no processor.
+        """
+        with _queued() as queued_s:
+            while True:
+                due, queued = time.monotonic() + _LAG_EVERY_S, queued_s()
+                await asyncio.sleep(_LAG_EVERY_S)
+                late_s = max(0.0, time.monotonic() - due)
+                self._lags_s.append((late_s, max(0.0, late_s - (queued_s() - queued))))
+
+    def loop_lag_p99_s(self) -> dict[str, float | None]:
+        """99th percentile of the loop's lateness in seconds, as `total` and as its `own` share, which a busy machine
+        does not add to; None before the first measurement."""
+        if not self._lags_s:
+            return {"total": None, "own": None}
+        total, own = np.quantile(np.array(self._lags_s), 0.99, axis=0)
+        return {"total": float(total), "own": float(own)}
+
+
+@contextlib.contextmanager
+def _queued() -> Iterator[Callable[[], float]]:
+    """A function that says for how many seconds the thread that enters has waited for a processor so far; 0 where the
+    kernel does not count that."""
+    try:
+        # Nanoseconds on a processor, nanoseconds of waiting for one, turns: Documentation/scheduler/sched-stats.
+        statistics = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+    except OSError:
+        yield lambda: 0.0
+        return
+    try:
+        yield lambda: int(os.pread(statistics, 100, 0).split()[1]) * 1e-9
+    finally:
+        os.close(statistics)
 
 
 async def _why_dead(beat: Heartbeat, timeout_s: float | None) -> str | None:

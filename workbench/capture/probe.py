@@ -36,7 +36,8 @@ REQUEST_TIMEOUT_S = 60.0
 
 
 async def run_probe(server: PolicyServer, capture: Capture) -> dict[str, Any]:
-    """Returns what was found (token counts, `prefix_stable`, `equals_plain_rendering`, ...). Raises `ProbeFailed`."""
+    """Returns what was found (token counts, `prefix_stable`, `equals_plain_rendering`, `renders_tools`, ...). Raises
+    `ProbeFailed`."""
     if capture.source is None:
         raise ProbeFailed("The probe reads staged rows back, but this worker has no staging source.")
     began = time.perf_counter()
@@ -79,9 +80,18 @@ async def _converse(server: PolicyServer, source: StagingSource, keys: list[str]
         "prompt_tokens": first.delta_len - sampled,
         "sampled_tokens": sampled,
         "begin_tokens": begin_tokens,
+        "renders_tools": renders_tools(server.tokenizer),
         "mean_abs_logprob_delta": await _check_logprobs(server, first, second),
         **found,
     }
+
+
+def renders_tools(tokenizer: Any) -> bool:
+    """Whether the chat template puts the tools of a request into the prompt; a model never sees those that it drops."""
+    name = "workbench_probe_tool"
+    function = {"name": name, "description": "Nothing.", "parameters": {"type": "object", "properties": {}}}
+    tools = [{"type": "function", "function": function}]
+    return name in tokenizer.apply_chat_template(ROOT, tools=tools, tokenize=False, add_generation_prompt=True)
 
 
 async def _whole(http: httpx.AsyncClient, body: dict[str, Any], admission: CaptureAdmission) -> tuple[str, int]:

@@ -16,6 +16,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,7 @@ class Finalizer:
         """Return once this actor has reached the data plane, its heavy imports included. Raises ComponentDied or
         DeadlineExceeded."""
         await connect(timeout_s=timeout_s)
+        await asyncio.to_thread(import_module, "pyarrow.parquet")  # what the first part would wait for
         return True
 
     async def finalize(self, request: dict[str, Any]) -> dict[str, Any]:

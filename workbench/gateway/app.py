@@ -56,7 +56,8 @@ _UNTAGGED_PATH = re.compile(r"[A-Za-z0-9_~:@-][A-Za-z0-9._~:@-]*(/[A-Za-z0-9_~:@
 
 @dataclass
 class Gateway:
-    """What the routes share. `app()` gives the ASGI application; `close` waits for live calls for a short while."""
+    """What the routes share. `app()` gives the ASGI application; `end_calls` and `close` wait for live calls for a
+    short while."""
 
     settings: GatewaySettings
     control_token: str
@@ -73,6 +74,7 @@ class Gateway:
         )
         self.retries = Retries(self.custodian, self.metrics, self._spawn, timeout_s=self.settings.request_timeout_s)
         self._live: set[asyncio.Task[None]] = set()
+        self._stopping = False
 
     def app(self) -> Starlette:
         tagged = "/ng-rollout/{rollout_id}"
@@ -114,12 +116,18 @@ class Gateway:
                 # What could not be removed now is found again the next time.
                 log.exception("old answers could not be removed")
 
-    async def close(self) -> None:
+    async def end_calls(self) -> None:
+        """Begin no more calls, let those under way end for a short while, and give up the rest: each leaves a row, and
+        its agent is told that the gateway is stopping."""
+        self._stopping = True
         if self._live:
             _, late = await asyncio.wait(self._live, timeout=STOP_GRACE_S)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
+
+    async def close(self) -> None:
+        await self.end_calls()
         self.retries.close()
         await self.upstream.close()
         self.custodian.close()
@@ -129,12 +137,19 @@ class Gateway:
 
         async def endpoint(request: Request) -> Response:
             try:
+                if self._stopping:
+                    raise _stopping()
                 for name in request.headers:
                     if name.startswith(OWN_HEADERS) and name != COMPACTION_HEADER:
                         raise Refused(400, f"Header {name} is the gateway's own; leave it out.", "reserved_header")
                 return await handle(request)
             except Exception as error:
                 answer = refusal_of(error)
+            except asyncio.CancelledError:
+                if not self._stopping:
+                    raise
+                # The server gives up what still runs; without an answer of ours it would send a bare 500.
+                answer = _stopping()
             self.metrics.refused.labels(answer.code).inc()
             dialect = DIALECTS.get(request.path_params.get("path", ""))
             return answer.response(None if dialect is None else dialect.refusal(answer))
@@ -237,6 +252,10 @@ class Gateway:
 
     async def _metrics(self, request: Request) -> Response:
         return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")
+
+
+def _stopping() -> Refused:
+    return Refused(503, "The gateway is stopping.", "gateway_stopping")
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:

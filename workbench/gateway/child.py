@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import orjson
 import uvicorn
@@ -18,6 +19,9 @@ import uvicorn
 from workbench.errors import SetupError
 from workbench.gateway.process import parse_settings
 from workbench.gateway.settings import CONTROL_TOKEN, WORKER_TOKEN, GatewaySettings
+
+if TYPE_CHECKING:
+    from workbench.gateway.app import Gateway
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -45,7 +49,8 @@ def serve(settings: GatewaySettings, listener: socket.socket, control_token: str
     from workbench.gateway.patience import patient
 
     gateway = Gateway(settings, control_token, worker_token)
-    server = _AnnouncedServer(
+    server = _Server(
+        gateway,
         uvicorn.Config(
             gateway.app(),
             http=patient(settings.client_timeout_s),
@@ -59,19 +64,27 @@ def serve(settings: GatewaySettings, listener: socket.socket, control_token: str
             timeout_graceful_shutdown=3,
             # Not from a proxy's headers: the control plane trusts the address that a connection really comes from.
             proxy_headers=False,
-        )
+        ),
     )
     threading.Thread(target=_until_parent_leaves, args=(server,), daemon=True, name="parent").start()
     server.run(sockets=[listener])
 
 
-class _AnnouncedServer(uvicorn.Server):
-    """Says on stdout that it serves, once it does."""
+class _Server(uvicorn.Server):
+    """Says on stdout that it serves, once it does; ends the calls before the connections that wait for them."""
+
+    def __init__(self, gateway: Gateway, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._gateway = gateway
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         if self.started:
             print('{"serving": true}', flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._gateway.end_calls()
+        await super().shutdown(sockets=sockets)
 
 
 def _inherited(arguments: Sequence[str]) -> socket.socket:

@@ -1,7 +1,7 @@
 """Writer: the one way anything of a campaign reaches the run directory.
 
     events.jsonl  steps.jsonl  groups.jsonl      one JSON object a line, appended and flushed
-    status.json                                  replaced whole
+    status.json                                  replaced whole, by a thread where an event loop must not wait
     calls/ rows/ train/ *.parquet, receipts/     one part a group or step, replaced whole
 
 Invariants: a file that is replaced whole is either the old one or the new one (temporary name, fsync, rename, fsync of
@@ -101,6 +101,72 @@ def store_recipe(run_dir: Path, values: Mapping[str, Any]) -> None:
         handle.write(yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True).encode())
 
 
+class _StatusFile:
+    """One JSON object, merged in memory and replaced whole on disk: by the caller, or by a thread of its own.
+
+    What was merged first is written first or together with what came later, whoever writes it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._values: dict[str, Any] = {}
+        self._merged = self._written = 0  # counts of merges
+        self._changed = threading.Condition()  # guards all of these; never held while the disk is waited for
+        self._writing = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._failure: OSError | None = None
+        self._closed = False
+
+    def merge(self, fields: Mapping[str, Any]) -> None:
+        with self._changed:
+            if self._closed:
+                raise RunStoreError(f"run {self._path.parent} is closed; its status stays as it is")
+            if self._failure is not None:
+                raise self._failure
+            self._values |= fields
+            self._merged += 1
+
+    def write(self) -> None:
+        """Return when everything that was merged before is on disk."""
+        with self._writing:
+            with self._changed:
+                number, values = self._merged, dict(self._values)
+            if number > self._written:
+                with atomic_file(self._path) as handle:
+                    handle.write(dumps(values | {"updated_at": time.time()}))
+                self._written = number
+
+    def write_soon(self) -> None:
+        with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._write_behind, name="workbench-status", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def _write_behind(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._merged > self._written)
+                if self._merged == self._written:
+                    return
+            try:
+                self.write()
+            except OSError as error:
+                with self._changed:
+                    self._failure = error
+                return
+
+    def close(self) -> None:
+        """Write what is left; nothing can be merged afterwards."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+            if self._failure is None:
+                self.write()
+
+
 class RunWriter:
     """Appends a campaign's events, steps and groups, and replaces its status; safe to call from several threads.
 
@@ -114,10 +180,8 @@ class RunWriter:
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
-        # Its own: replacing the status waits for the disk, and a line must not wait for that.
-        self._status_lock = threading.Lock()
         self._closed = False
-        self._status: dict[str, Any] = {}
+        self._status = _StatusFile(self.run_dir / "status.json")
         self._files = {name: self._open(self.run_dir / f"{name}.jsonl") for name in self.FILES}
 
     @staticmethod
@@ -158,17 +222,22 @@ class RunWriter:
         self._append("groups", row)
 
     def status(self, row: Mapping[str, Any] | None = None, /, **fields: Any) -> None:
-        """Merge into status.json and replace it; readers never see half a file."""
-        with self._status_lock:
-            if self._closed:
-                raise RunStoreError(f"run {self.run_dir} is closed; its status stays as it is")
-            self._status |= {**(row or {}), **fields}
-            with atomic_file(self.run_dir / "status.json") as handle:
-                handle.write(dumps(self._status | {"updated_at": time.time()}))
+        """Merge into status.json and replace it; readers never see half a file. Waits for the disk."""
+        self._status.merge({**(row or {}), **fields})
+        self._status.write()
+
+    def status_soon(self, **fields: Any) -> None:
+        """`status` for an event loop: a thread waits for the disk, and several changes may become one write.
+
+        It is on disk after the next `status`, or `close`, at the latest. Raises the OSError of an earlier write.
+        """
+        self._status.merge(fields)
+        self._status.write_soon()
 
     def close(self) -> None:
         """Fsync and close everything; a second call does nothing."""
-        with self._status_lock, self._lock:
+        self._status.close()
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
