@@ -54,7 +54,10 @@ ADDED: dict[str, tuple[Column, ...]] = {
     ),
 }
 
-_ARRAYS = frozenset({"token_ids", "token_mask", "logprobs", "trainer_logprobs", "delta", "loss_mask", "snapshot"})
+_ARRAYS = frozenset(
+    {"token_ids", "token_mask", "logprobs", "trainer_logprobs", "delta", "loss_mask", "snapshot", "routes"}
+    | {"route_plan", "route_agreement"}
+)
 
 
 def scalar_columns(table: str) -> list[str]:
@@ -171,19 +174,32 @@ def read_parts(table: str, paths: Iterable[Path], columns: Sequence[str] | None 
 
     names = list(columns) if columns is not None else [column.name for column in schema.columns(table)]
     dtypes = schema.polars_schema(table)
+    optional = {column.name for column in schema.columns(table) if column.optional}
     empty = pl.DataFrame(schema={name: dtypes[name] for name in names})
-    frames = []
+    declared = schema.arrow_schema(table)
+    expected = pa.schema([declared.field(name) for name in names])
+    parts = []
     for path in paths:
         try:
             # Not Polars' own reader: it looks at no checksum, and panics on a damaged page.
-            with pq.ParquetFile(path, page_checksum_verification=True) as part:
-                missing = [name for name in names if name not in part.schema_arrow.names]
-                if missing:
-                    raise RunStoreError(f"{path} is not a part of table {table}: it lacks {', '.join(missing)}")
-                frame = pl.DataFrame(pl.from_arrow(part.read(names, use_threads=False))).select(names)
-            frames.append(pl.concat([empty, frame], how="vertical"))
+            with pa.OSFile(str(path)) as file, pq.ParquetFile(file, page_checksum_verification=True) as part:
+                there = set(part.schema_arrow.names)
+                missing = [name for name in names if name not in there]
+                if lacking := [name for name in missing if name not in optional]:
+                    raise RunStoreError(f"{path} is not a part of table {table}: it lacks {', '.join(lacking)}")
+                found = part.read([name for name in names if name in there], use_threads=False)
+            for name in missing:
+                found = found.append_column(declared.field(name), pa.nulls(found.num_rows, declared.field(name).type))
+            found = found.select(names)
+            if not found.schema.equals(expected):
+                # Other spellings of the same dtypes pass, and other dtypes do not.
+                found = pl.concat([empty, pl.DataFrame(pl.from_arrow(found))]).to_arrow().cast(expected)
+            parts.append(found)
         except FileNotFoundError:
             continue
         except (pa.ArrowException, OSError, ValueError, pl.exceptions.PolarsError) as error:
             raise RunStoreError(f"{path} is not a readable part of table {table}: {error}") from error
-    return pl.concat([empty, *frames], how="vertical")
+    if not parts:
+        return empty
+    # Turned into a frame once, not part by part: that took longer than reading them.
+    return pl.concat([empty, pl.DataFrame(pl.from_arrow(pa.concat_tables(parts)))])

@@ -14,7 +14,7 @@ Not here: which columns there are (schema, frames), foreign ledgers (foreign), p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -39,9 +39,8 @@ _MARKS = ("status.json", "events.jsonl", "steps.jsonl", "groups.jsonl")
 _STATES = {"running": "running", "done": "finished", "failed": "failed", "killed": "interrupted"}
 
 
-def _is_verified(row: dict[str, Any]) -> bool:
-    # A valid row without a receipt's terminal was echoed: there was nothing to verify it by.
-    return row["sample_mask"] == 1 and row["terminal_selection"] is not None
+# A valid row without a receipt's terminal was echoed: there was nothing to verify it by.
+_IS_VERIFIED = ((pl.col("sample_mask") == 1) & pl.col("terminal_selection").is_not_null()).fill_null(False)
 
 
 def _is_run(directory: Path) -> bool:
@@ -273,22 +272,18 @@ class Run:
         return frames.frame_of("groups", [{"run": self.name, **row} for row in self._lines("groups")])
 
     def _build_rollouts(self) -> pl.DataFrame:
-        of_group = {
-            row["group_id"]: {name: row.get(name) for name in ("step", "task_seed")} for row in self._lines("groups")
-        }
+        step_of = {row["group_id"]: row.get("step") for row in self._lines("groups")}
+        seed_of = {row["group_id"]: row.get("task_seed") for row in self._lines("groups")}
         stored = self._read("rows", frames.scalar_columns("rollouts"))
         trained = trained_steps(self._parts("train"))
-        rows = [
-            {
-                **row,
-                "run": self.name,
-                **of_group.get(row["group_id"], {}),
-                "verified": _is_verified(row),
-                "trained_step": trained.get(row["rollout_id"]),
-            }
-            for row in stored.sort("group_id", "index").to_dicts()
-        ]
-        return frames.frame_of("rollouts", rows)
+        return (
+            stored.sort("group_id", "index")
+            .join(_keyed("group_id", "step", step_of), on="group_id", how="left", maintain_order="left")
+            .join(_keyed("group_id", "task_seed", seed_of), on="group_id", how="left", maintain_order="left")
+            .join(_keyed("rollout_id", "trained_step", trained), on="rollout_id", how="left", maintain_order="left")
+            .with_columns(run=pl.lit(self.name), verified=_IS_VERIFIED)
+            .select(*frames.polars_dtypes("rollouts"))
+        )
 
     def _build_calls(self) -> pl.DataFrame:
         stored: dict[str, dict[str, dict[str, Any]]] = {}
@@ -353,6 +348,12 @@ class Run:
             held = (signature, build())
             self._cache[name] = held
         return held[1]
+
+
+def _keyed(key: str, name: str, values: Mapping[str, int | None]) -> pl.DataFrame:
+    """A mapping as two columns, to be joined."""
+    columns = {key: list(values), name: list(values.values())}
+    return pl.DataFrame(columns, schema={key: pl.String, name: pl.Int64}, strict=False)
 
 
 def _signature(path: Path) -> tuple[str, int, int] | None:
