@@ -174,7 +174,7 @@ async def test_a_run_that_died_in_a_sync_goes_on_to_the_same_weights(go_on, ever
 
 async def test_a_finished_run_goes_on_further_from_its_last_checkpoint(go_on):
     whole, _ = await go_on("whole")
-    await go_on("stopped", "train.steps=2")
+    await go_on("stopped", "train.steps=2", "checkpoint.every=2")
     run, versions = await go_on("stopped")
     assert versions == [2, 3, 4]
     assert events(run, "resumed")[-1]["checkpoint"] == 2 and events(run, "resumed")[-1]["steps_taken_again"] == []

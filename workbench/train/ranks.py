@@ -5,8 +5,8 @@
 
 Every rank reads the batch's rows itself and decides the same votes, so only log-probs and sums are exchanged. Ranks
 must run equally many passes, because every pass gathers weights: where shares are unequal, the shorter ones run a
-micro-batch again with nothing in its loss. Routes of a mixture of experts are read by rank 0 and broadcast. Weights, and
-for a checkpoint the optimiser's state, are gathered whole and written by rank 0.
+micro-batch again with nothing in its loss. Routes of a mixture of experts are read by rank 0 and broadcast. Weights,
+and for a checkpoint the optimiser's state, are gathered whole and written by rank 0.
 Invariant: R ranks give one rank's update up to the order of its sums. gloo on a CPU, NCCL on a GPU.
 Limits: a rank keeps gathered weights until its backward pass is over; for publishing and for a checkpoint every rank
 holds them whole for a moment; the KL reference is held whole by every rank.
