@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -91,9 +92,9 @@ def report(directory: Path) -> None:
     (directory / "table.md").write_text(text)
     executed = directory / NOTEBOOK.name
     papermill.execute_notebook(
-        str(NOTEBOOK),
+        os.path.relpath(NOTEBOOK),  # relative: what is executed is committed, and says where it came from
         str(executed),
-        parameters={"directory": str(directory.resolve())},
+        parameters={"directory": str(directory)},
         progress_bar=False,
         kernel_name="python3",
     )
