@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -56,7 +57,8 @@ def growth_table(questions: Iterable[Question]) -> str:
 
 
 def draw(questions: Iterable[Question]) -> Any:
-    """One panel a growth curve, both axes logarithmic, with the fitted line."""
+    """A picture: one panel a growth curve, both axes logarithmic, with the fitted line."""
+    from IPython.display import Image
     from matplotlib.figure import Figure as Picture
 
     curves = [one for question in questions for one in _growths(question)]
@@ -74,7 +76,9 @@ def draw(questions: Iterable[Question]) -> Any:
         axes.set_ylabel("ms", fontsize=8)
         axes.tick_params(labelsize=7)
         axes.margins(y=0.4)
-    return picture
+    drawn = io.BytesIO()
+    picture.savefig(drawn, format="png", dpi=110)
+    return Image(data=drawn.getvalue(), format="png")
 
 
 def report(directory: Path) -> None:
