@@ -108,7 +108,8 @@ def report(directory: Path) -> None:
     questions = load(directory)
     text = (
         "# Benchmarks\n\nWritten by `make bench`; the notebook beside this file says what each figure means.\n\n"
-        f"{table(questions.values())}\n## Growth\n\n{growth_table(questions.values())}\n## Measured on\n\n{measured_on(questions)}"
+        f"{table(questions.values())}\n## Growth\n\n{growth_table(questions.values())}\n"
+        f"## Measured on\n\n{measured_on(questions)}"
     )
     (directory / "table.md").write_text(text)
     executed = directory / NOTEBOOK.name
