@@ -20,6 +20,7 @@ import pytest_asyncio
 from campaign.loop_time import loop_time
 from campaign.scripted_fleet import (
     REAL_DEADLINES,
+    STARTS_WITHIN_S,
     Running,
     empty_data_plane,
     own_data_plane,
@@ -32,7 +33,7 @@ from workbench.campaign.verify_run import verify_run
 from workbench.capture.staging import TransferQueueSink
 from workbench.errors import ComponentDied
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(800)]
 
 ENDS_WITHIN_S = 60.0 if REAL_DEADLINES else 45.0
 """Short deadlines are a few seconds each; the rest is for slow machines. A wait without an end fails here."""
@@ -98,7 +99,7 @@ async def test_a_killed_finalizer_is_replaced_and_the_run_ends_whole(shared_plan
     # The only one there is, so that the run cannot end before it has been replaced.
     recipe = scripted_recipe(tmp_path, "train.steps=3", "train.groups_per_step=3", "finalizer.actors=1")
     async with Running(recipe, tmp_path / "run") as running:
-        await running.until(lambda: running.events("started"))
+        await running.until(lambda: running.events("started"), STARTS_WITHIN_S)
         await running.look()
         with loop_time() as loop:
             assert running.fleet is not None
