@@ -82,7 +82,7 @@ def own_data_plane() -> Iterator[None]:
     yield
     dataplane.stop()
     if shared:
-        dataplane.start(storage_units=2, send_recv_timeout_s=5.0, max_attempts=1, start_timeout_s=180.0)
+        dataplane.start(storage_units=2, send_recv_timeout_s=5.0, max_attempts=1, start_timeout_s=300.0)
 
 
 async def empty_data_plane() -> None:
