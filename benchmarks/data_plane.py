@@ -25,7 +25,7 @@ from workbench.wire import StagedCall
 
 ROLLOUTS, CALLS, TOKENS = 16, 6, 200
 SIZES = (4, 8, 16, 32)
-ROUNDS = 7
+ROUNDS = 5
 
 
 @contextlib.contextmanager
@@ -105,9 +105,9 @@ async def finalising(run_dir: Path) -> list[Figure | Growth]:
     finalizer = Finalizer(str(run_dir), bos_token_id=1, source=source)
     over_read: dict[int, list[float]] = {size: [] for size in SIZES}
     verify: dict[int, list[float]] = {size: [] for size in SIZES}
+    groups = {size: group(f"of{size}", size) for size in SIZES}
     for number in range(ROUNDS + 1):
-        for size in SIZES:
-            request, staged = group(f"{number}-{size}", size)
+        for size, (request, staged) in groups.items():
             await stage(staged)
             before = source.reads
             answer = await finalizer.finalize(request.model_dump(mode="json"))

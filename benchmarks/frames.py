@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from benchmarks.measure import Figure, Growth, median
+from benchmarks.measure import Figure, Growth, in_memory, median
 from workbench.runs import schema
 from workbench.runs.writer import RunWriter, write_part
 
@@ -95,8 +95,7 @@ def opened(path: Path | None) -> dict[str, float]:
 def measure() -> list[Figure | Growth]:
     """To the first table, the memory that took, and growth with rollouts."""
     # In memory where there is such a place: making the run waits for the disk 2,000 times, and reading it does not.
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as scratch:
+    with tempfile.TemporaryDirectory(dir=in_memory()) as scratch:
         whole = make_run(Path(scratch) / "run", ROLLOUTS)
         runs = {size: first_groups(whole, Path(scratch) / f"run{size}", size // A_GROUP) for size in SIZES}
         opened(runs[ROLLOUTS])

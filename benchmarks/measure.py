@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -107,6 +108,12 @@ def rate(name: str, count: float, samples: np.ndarray, unit: str, **fields: Any)
 def unmeasured(name: str, unit: str, why: str, **fields: Any) -> Figure:
     """A figure that could not be had, and the reason."""
     return Figure(name, None, unit, note=why, **fields)
+
+
+def in_memory() -> Path | None:
+    """A directory that no disk stands behind, for what is not to wait for one; None where there is none."""
+    shared = Path("/dev/shm")
+    return shared if shared.is_dir() else None
 
 
 def _interval(values: np.ndarray) -> tuple[float, float]:

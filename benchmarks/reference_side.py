@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import inputs
-from benchmarks.measure import Sampler, processor, timed, wall
+from benchmarks.measure import Sampler, in_memory, processor, timed, wall
 
 
 def capture(calls: int, tokens: int) -> Sampler:
@@ -55,7 +55,7 @@ def resolution(calls: int, recording: bool) -> Sampler:
     ]
 
     def play() -> float:
-        with tempfile.TemporaryDirectory() as scratch:
+        with tempfile.TemporaryDirectory(dir=None if recording else in_memory()) as scratch:
             store = FileLineageStore(Path(scratch))
             resolving = whole = 0.0
             for request, commit in zip(requests, commits, strict=True):

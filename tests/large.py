@@ -92,7 +92,7 @@ def tree(nodes: int, shape: Literal["chain", "star", "bush"]) -> pl.DataFrame:
             "weight_version": np.arange(nodes) // 500,
             "finish_reason": ["stop"] * nodes,
             "digest": [f"{rng.integers(2**62):064x}" for _ in range(nodes)],
-            "relation": ["trained" if i < nodes // 2 and parent[i] == i - 1 else "branch" for i in range(nodes)],
+            "relation": ["chain" if i < nodes // 2 and parent[i] == i - 1 else "branch" for i in range(nodes)],
             "failure_reason": pl.Series([None] * nodes, dtype=pl.String),
             "detail": pl.Series([None] * nodes, dtype=pl.String),
         }

@@ -170,6 +170,10 @@ class ComponentDied(WorkbenchError):
 class RunStoreError(WorkbenchError):
     """A stored run is missing, damaged or being written by somebody else."""
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the sentence, which says all there is, and not the calls that led to it."""
+        return [f"{type(self).__name__}: {self}"]
+
 
 def _rebuild(kind: type[WorkbenchError], args: tuple[object, ...], state: dict[str, object]) -> WorkbenchError:
     error = kind.__new__(kind, *args)

@@ -37,7 +37,7 @@ def token_page(browser: Browser, lab) -> Iterator[NotebookPage]:
 @pytest.fixture
 def chain(chain_page: NotebookPage) -> Locator:
     """The live chain of notebook 02, with its first call marked."""
-    view = chain_page.view("chain = PrefixChain", "PrefixChain")
+    view = chain_page.view("chain = look(PrefixChain", "PrefixChain")
     view.focus()
     for key in ("Escape", "[", "[", "p", "p", "p"):
         view.press(key)
@@ -59,31 +59,32 @@ def detail(view: Locator) -> Locator:
 
 def test_the_chain_says_which_calls_were_trained_on(chain: Locator) -> None:
     expect(chain.locator(".wb-title")).to_have_text(
-        "Rollout demo.0.0.0 · 4 calls · 1 side branch · 164 tokens (48 sampled) · reward 0.167368 · verified"
+        "Rollout demo.0.0.0 · 4 calls · 1 side branch · 164 tokens (48 sampled) · reward 0.167368 · "
+        "verified, trained in step 1"
     )
     expect(chain.locator(".wb-custody.verified")).to_be_visible()
-    expect(chain.locator(".wb-card.trained")).to_have_count(3)
+    expect(chain.locator(".wb-card.chain")).to_have_count(3)
     expect(chain.locator(".wb-card")).to_have_count(4)
     expect(chain.locator(".wb-branch", has_text="side branch after #1")).to_be_visible()
     expect(chain.locator(".wb-error")).to_be_hidden()
 
 
 def test_the_snapshot_is_folded_away_while_the_widget_is_there(chain_page: NotebookPage, chain: Locator) -> None:
-    cell = chain_page.cell("chain = PrefixChain")
+    cell = chain_page.cell("chain = look(PrefixChain")
     expect(cell.locator(".jp-OutputArea-child:visible")).to_have_count(1)
     expect(cell.locator("img")).to_be_attached()
     expect(cell.locator("img")).to_be_hidden()
 
 
 def test_clicking_a_branch_opens_its_tokens(chain_page: NotebookPage, chain: Locator) -> None:
-    branch = chain.locator(".wb-card:not(.trained)")
+    branch = chain.locator(".wb-card:not(.chain)")
     branch.click()
     expect(branch).to_have_class(re.compile(r"\bat\b.*\bchosen\b"))
     expect(detail(chain)).to_contain_text("side branch: another request after the same call")
-    tokens = chain_page.view("chain = PrefixChain", "TokenStrip")
+    tokens = chain_page.view("chain = look(PrefixChain", "TokenStrip")
     call_id = branch.get_attribute("data-call")
     expect(tokens.locator(".wb-title")).to_contain_text("136 tokens (32 sampled)")
-    expect(tokens.locator(".wb-line.call").last).to_contain_text("call 2 of 2")
+    expect(tokens.locator(".wb-line.call").last).to_contain_text("call #2")
     assert call_id
     expect(tokens.locator(".wb-line.call").last).to_contain_text(call_id[:8])
     expect(tokens.locator(".wb-t.s").first).to_be_visible()
@@ -96,7 +97,7 @@ def test_the_chain_is_walked_by_keyboard(chain_page: NotebookPage, chain: Locato
         expect(at(chain)).to_contain_text(card)
         expect(detail(chain)).to_contain_text(f"call {card}")
     chain.press("?")
-    expect(chain.locator(".wb-help")).to_contain_text("next call that was not trained on")
+    expect(chain.locator(".wb-help")).to_contain_text("next call beside the chain")
     chain.press("?")
     expect(chain.locator(".wb-help")).to_be_hidden()
     assert chain_page.cells.count() == cells, "a key went through to the notebook, where d d deletes a cell"
@@ -117,7 +118,7 @@ def test_a_call_is_found(chain: Locator) -> None:
 
 
 def test_a_rejected_rollout_says_why(chain_page: NotebookPage) -> None:
-    rejected = chain_page.view("PrefixChain(campaign, rejected[0])", "PrefixChain")
+    rejected = chain_page.view("look(PrefixChain, campaign, rejected[0])", "PrefixChain")
     expect(rejected.locator(".wb-title")).to_contain_text("rejected: unresolved_parent")
     lost = rejected.locator(".wb-card.lost")
     expect(lost).to_have_count(2)
@@ -129,6 +130,7 @@ def test_a_rejected_rollout_says_why(chain_page: NotebookPage) -> None:
 def test_a_foreign_ledger_is_drawn_and_says_that_it_has_no_tokens(chain_page: NotebookPage) -> None:
     view = chain_page.view('PrefixChain(ledger, "g00-3-0e9c7f")', "PrefixChain")
     expect(view.locator(".wb-title")).to_contain_text("7 calls · 1 retry · rejected: ambiguous_terminal")
+    expect(view.locator(".wb-card.contends")).to_have_count(2)
     view.locator(".wb-card").first.click()
     strip = chain_page.view('PrefixChain(ledger, "g00-3-0e9c7f")', "TokenStrip")
     expect(strip.locator(".wb-missing")).to_contain_text("custody only")
@@ -138,7 +140,7 @@ def test_a_foreign_ledger_is_drawn_and_says_that_it_has_no_tokens(chain_page: No
 
 
 def test_the_largest_difference_is_found_in_its_text(token_page: NotebookPage) -> None:
-    strip = token_page.view("strip = TokenStrip", "TokenStrip")
+    strip = token_page.view("strip = look(TokenStrip", "TokenStrip")
     strip.focus()
     strip.press("d")
     expect(strip.locator(".wb-note")).to_contain_text("|Δ| number 1 of 16")
@@ -150,7 +152,7 @@ def test_the_largest_difference_is_found_in_its_text(token_page: NotebookPage) -
 
 
 def test_tokens_are_walked_and_found_by_keyboard(token_page: NotebookPage) -> None:
-    strip = token_page.view("strip = TokenStrip", "TokenStrip")
+    strip = token_page.view("strip = look(TokenStrip", "TokenStrip")
     strip.focus()
     for key, position in (("[", "55"), ("ArrowRight", "56"), ("[", "55"), ("[", "0"), ("]", "55")):
         strip.press(key)
@@ -165,7 +167,7 @@ def test_tokens_are_walked_and_found_by_keyboard(token_page: NotebookPage) -> No
 
 
 def test_calls_are_walked_in_a_row_of_several(chain_page: NotebookPage) -> None:
-    strip = chain_page.view("TokenStrip(campaign, rollout_id)", "TokenStrip")
+    strip = chain_page.view("look(TokenStrip, campaign, rollout_id)", "TokenStrip")
     strip.focus()
     for key, position in (("n", "71"), ("n", "118"), ("p", "71"), ("p", "0")):
         strip.press(key)
@@ -180,9 +182,9 @@ def test_it_can_be_read_in_light_and_dark(
     chain_page: NotebookPage, token_page: NotebookPage, screenshots: Path, theme: str
 ) -> None:
     views = (
-        (chain_page, "chain = PrefixChain", "PrefixChain", "chain"),
-        (chain_page, "PrefixChain(campaign, rejected[0])", "PrefixChain", "rejected"),
-        (token_page, "strip = TokenStrip", "TokenStrip", "strip"),
+        (chain_page, "chain = look(PrefixChain", "PrefixChain", "chain"),
+        (chain_page, "look(PrefixChain, campaign, rejected[0])", "PrefixChain", "rejected"),
+        (token_page, "strip = look(TokenStrip", "TokenStrip", "strip"),
     )
     for page in (chain_page, token_page):
         page.theme(THEMES[theme])

@@ -111,7 +111,7 @@ def test_the_last_frame_takes_the_snapshots_place(stored, monkeypatch):
 
 def test_a_ledger_has_a_board_that_says_what_it_cannot_know():
     board = CampaignBoard(runs.open_ledger(FOREIGN))
-    assert repr(board) == "Campaign ledger · ledger · rollouts with a terminal call 20 of 32"
+    assert repr(board) == "Ledger ledger · rollouts rejected 12 of 32"
     assert "a ledger holds custody rows only" in board.html() and board.snapshot().png
     assert sum(cause["rollouts"] for cause in board.frame["causes"]) == 12
 

@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 
 from workbench.inspect import LogprobDelta
-from workbench.inspect.detectors import FEWEST, findings
+from workbench.runs.agreement import MIN_TOKENS
 
 TOKENS, CANDIDATES = 1_500, 200
 
@@ -56,22 +56,22 @@ def _log_softmax(logits: np.ndarray) -> np.ndarray:
         ({"noise": 0.15}, []),
         ({"temperature": 0.6}, ["temperature"]),
         ({"temperature": 1.4}, ["temperature"]),
-        ({"top_p": 0.9}, ["truncated support"]),
+        ({"top_p": 0.9}, ["truncated_support"]),
     ],
 )
 def test_a_fault_is_found_by_its_own_detector(settings, expected):
-    said = findings(frame(**settings), shift=0)
-    assert [finding.name for finding in said if finding.state == "found"] == expected
-    assert all(finding.words for finding in said)
+    said = LogprobDelta(frame(**settings)).verdicts
+    assert [verdict.name for verdict in said if verdict.found] == expected
+    assert all(verdict.words for verdict in said)
 
 
 def test_few_tokens_are_not_judged():
-    assert {finding.state for finding in findings(frame(tokens=FEWEST // 2), shift=0)} == {"unknown"}
+    assert {verdict.state for verdict in LogprobDelta(frame(tokens=MIN_TOKENS // 2)).verdicts} == {"unknown"}
 
 
 def test_what_is_found_stands_in_every_form_of_the_view():
     view = LogprobDelta(frame(temperature=0.6))
-    assert "has not applied the sampler&#x27;s temperature" in view.html()
+    assert "the sampler is sharper than the trainer" in view.html()
     found = [finding for finding in view.live.delta.findings if finding["state"] == "found"]
     assert [finding["name"] for finding in found] == ["temperature"]
 
@@ -79,5 +79,5 @@ def test_what_is_found_stands_in_every_form_of_the_view():
 def test_a_shift_is_found_before_it_is_explained():
     moved = frame().with_columns(pl.col("logprob").shift(1, fill_value=-1.0).alias("trainer_logprob"))
     moved = moved.with_columns((pl.col("trainer_logprob") - pl.col("logprob")).alias("delta"))
-    said = {finding.name: finding.state for finding in LogprobDelta(moved).findings()}
-    assert said["shift"] == "found"
+    view = LogprobDelta(moved)
+    assert view.shift == 1 and view.verdicts[0].found and "shift: the trainer&#x27;s log-probs stand" in view.html()

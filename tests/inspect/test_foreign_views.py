@@ -42,12 +42,16 @@ def test_a_foreign_rollout_is_shown_as_what_it_is(ledger, truth):
     ]
     assert sorted(lost) == sorted(call for call, _ in truth["failures"])
     assert int(((columns["parent"] < 0) & (columns["cum_len"] != words["unknown"])).sum()) == truth["roots"]
-    trained = {
+    on_chain = {
         words["ids"][i]
         for i in range(len(words["ids"]))
-        if words["tables"]["relation"][columns["relation"][i]] == "trained"
+        if words["tables"]["relation"][columns["relation"][i]] == "chain"
     }
     terminal = truth["heuristic"]["terminal"]
-    assert (terminal in trained) if terminal else not trained
+    assert (terminal in on_chain) if terminal else not on_chain
     assert chain.custody.state == ("rejected" if "rejected" in repr(chain) else "open")
     assert (chain.custody.digest is not None) == (terminal is not None)
+    assert "trained" not in chain.html() + chain.to_text()
+    contending = [words["ids"][i] for i in range(len(words["ids"])) if columns["contends"][i]]
+    assert len(contending) == (2 if truth["shape"] == "final_retry" else 0)
+    assert chain.html().count("one of 2 that could be the last call") == len(contending)

@@ -167,7 +167,7 @@ def test_choosing_a_call_opens_its_tokens(run):
     chain = PrefixChain(run, "stored.0.1.0")
     live = chain.live
     assert live.tokens.block == b"" and "choose a call" in live.tokens.missing
-    second = chain.calls.filter(pl.col("relation") == "trained")["model_call_id"][1]
+    second = chain.calls.filter(pl.col("relation") == "chain")["model_call_id"][1]
     retry = chain.calls.filter(pl.col("relation") == "retry")["model_call_id"][0]
     for call_id, expected in ((second, run.tokens("stored.0.1.0")), (retry, run.tokens("stored.0.1.0", retry))):
         live.chain.selected = call_id
@@ -231,7 +231,7 @@ def test_a_foreign_ledger_has_live_chains_and_says_that_it_has_no_tokens():
 def test_custody_is_said_with_cause_call_position_and_digest(run):
     verified = PrefixChain(run, "stored.0.1.0")
     terminal = verified.calls.filter("terminal")["cumulative_hash"][0]
-    assert verified.custody.sentence() == f"verified, terminal by declared · digest {terminal[:8]}"
+    assert verified.custody.sentence() == f"verified, terminal by declared, trained in step 1 · digest {terminal[:8]}"
     lost = run.rollouts.filter(pl.col("detail") == "nonfinite_logprob").row(0, named=True)
     custody = TokenStrip(run, lost["rollout_id"]).custody
     assert custody.words == f"rejected, worker_capture_failed at call {lost['call_id'][:8]}: nonfinite_logprob"

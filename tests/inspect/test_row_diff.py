@@ -179,3 +179,35 @@ def test_arms_without_a_common_task_are_refused_with_the_way_out(arms, tmp_path)
     assert "has a partner" in str(caught.value)
     with pytest.raises(RunStoreError, match="two runs or two token frames"):
         RowDiff(arms[0], arms[0].tokens("a.0.0.0"))
+
+
+def test_one_run_against_itself_compares_the_best_and_the_worst_of_a_group(tmp_path):
+    stored = StoredRun(tmp_path / "one")
+    stored.step(1, [["plain", "plain", "edit"], ["plain", "retry"]])
+    run = runs.open(stored.finish())
+    rows = run.rollouts.filter(group_id="g00001", sample_mask=1).sort("reward")["rollout_id"].to_list()
+    diff = RowDiff(run, run, group="g00001")
+    assert diff.pairs is None and diff.names == (rows[-1], rows[0])
+    parted = diff.diverging()
+    assert parted["side"].to_list() == ["A", "B"] and parted["position"].to_list() == [diff.first] * 2
+    assert parted["token_id"][0] != parted["token_id"][1]
+    with pytest.raises(RunStoreError, match="Run one has no group 'g7'"):
+        RowDiff(run, run, group="g7")
+
+
+def test_a_row_that_ends_first_has_no_diverging_token():
+    frame = pl.DataFrame(
+        {
+            "rollout_id": ["r"] * 3,
+            "model_call_id": ["c"] * 3,
+            "token_id": pl.Series([1, 2, 3], dtype=pl.UInt64),
+            "sampled": [True] * 3,
+            "logprob": pl.Series([-0.5] * 3, dtype=pl.Float32),
+            "trainer_logprob": pl.Series([None] * 3, dtype=pl.Float32),
+            "delta": pl.Series([None] * 3, dtype=pl.Float32),
+            "advantage": pl.Series([None] * 3, dtype=pl.Float64),
+            "weight_version": [0] * 3,
+        }
+    )
+    assert RowDiff(frame, frame.head(2)).diverging()["token_id"].to_list() == [3, None]
+    assert RowDiff(frame, frame).diverging().is_empty()

@@ -22,9 +22,13 @@ from workbench.inspect import (
     PrefixChain,
     RewardCurve,
     TokenStrip,
+    look,
     telling_rollout,
+    trained_group,
+    verified_rollout,
 )
-from workbench.inspect.logprobs import delta_numbers, shift_of_best_fit
+from workbench.inspect.live.pack import unpack
+from workbench.inspect.logprobs import delta_numbers
 
 FOREIGN = Path(__file__).parents[1] / "conformance" / "foreign_ledger" / "ledger"
 
@@ -76,7 +80,7 @@ def test_the_chain_says_what_is_on_it_and_what_is_beside(run):
     row = run.rollouts.filter(pl.col("rollout_id") == "stored.0.1.0").row(0, named=True)
     assert repr(chain) == (
         f"Rollout stored.0.1.0 · 4 calls · 1 retry · {row['tokens']} tokens ({row['sampled_tokens']} sampled) · "
-        f"reward {row['reward']:g} · verified"
+        f"reward {row['reward']:g} · verified, trained in step 1"
     )
     html = chain.html()
     for call in run.calls.filter(pl.col("rollout_id") == "stored.0.1.0").iter_rows(named=True):
@@ -104,7 +108,7 @@ def test_a_long_chain_is_bounded_and_says_so():
             "weight_version": 0,
             "finish_reason": "stop",
             "digest": "ab" * 32,
-            "relation": "trained",
+            "relation": "chain",
             "failure_reason": None,
             "detail": None,
         }
@@ -170,7 +174,7 @@ def test_a_shift_by_whole_tokens_is_found(run, shift):
         part.with_columns(pl.Series("trainer_logprob", np.roll(part["logprob"].to_numpy(), shift)))
         for _, part in frame.group_by("step", "rollout_id", maintain_order=True)
     ]
-    assert shift_of_best_fit(pl.concat(moved)) == shift
+    assert LogprobDelta(pl.concat(moved)).shift == shift
 
 
 def test_a_shifted_run_says_so(run):
@@ -190,8 +194,10 @@ def test_an_empty_run_has_pictures_that_say_why_they_are_empty(tmp_path):
         (LogprobDelta(run), "no token has been trained on yet"),
     ):
         assert words in repr(view) and view.snapshot().png
-    with pytest.raises(RunStoreError, match="no calls yet"):
-        telling_rollout(run)
+    assert telling_rollout(run) is None
+    for view in (PrefixChain, TokenStrip):
+        shown = look(view, run, None)
+        assert not shown and "has no calls yet" in repr(shown) and shown.snapshot().png is None
 
 
 def test_a_run_without_rejections_says_so(tmp_path):
@@ -213,6 +219,30 @@ def test_the_readers_own_matplotlib_settings_are_left_alone(run):
 def test_an_unknown_rollout_is_answered_with_what_there_is(run):
     with pytest.raises(RunStoreError, match="No calls of rollout 'nobody' here; there are, for instance: stored"):
         PrefixChain(run, "nobody")
+
+
+def test_what_cannot_be_shown_is_answered_in_a_sentence(run):
+    with pytest.raises(RunStoreError, match=r"Expected a rollout id such as .* got 3"):
+        PrefixChain(run, 3)
+    with pytest.raises(RunStoreError, match="start=99,999 is none of them"):
+        TokenStrip(run, "stored.0.1.0", start=99_999)
+    shown = look(TokenStrip, run, "nobody")
+    assert not shown and repr(shown).startswith("Run stored has no rollout 'nobody'")
+    assert look(PrefixChain, run, "stored.0.1.0")
+    with pytest.raises(RunStoreError, match="no group 'g9'; it has 4: g00000"):
+        trained_group(run, "g9")
+    with pytest.raises(RunStoreError, match=r"stored.1.1.0 is not verified: it was rejected for unresolved_parent"):
+        verified_rollout(run, "stored.1.1.0")
+
+
+def test_a_call_has_one_number_in_chain_and_strip(run):
+    chain, strip = PrefixChain(run, "stored.0.1.0"), TokenStrip(run, "stored.0.1.0")
+    words, _ = unpack(strip.live.block)
+    shown = {call_id: order for _, call_id, _, _, order in words["calls"]}
+    rows = run.calls.filter(rollout_id="stored.0.1.0", relation="chain")
+    assert shown == dict(rows.select("model_call_id", "order").rows())
+    for call_id, order in shown.items():
+        assert f"call #{order} {call_id[:8]}" in strip.html() and f"#{order} {call_id[:8]}" in chain.to_text()
 
 
 def test_the_tokens_of_a_side_branch_are_not_called_those_of_the_training_row():

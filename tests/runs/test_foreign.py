@@ -77,6 +77,23 @@ def test_a_broken_file_is_one_rollout_with_its_reason(tmp_path):
     opened = runs.open_ledger(tmp_path / "ledger")
     broken = opened.rollouts.filter(pl.col("rollout_id") == "g00-1-7a8bc0").row(0, named=True)
     assert "line 2" in broken["detail"] and opened.rollouts.height == 32
+    assert broken["cause"] == "missing_receipt" and "1 broken line left out (g00-1-7a8bc0" in repr(opened)
+
+
+def test_a_torn_last_line_of_a_ledger_is_said(tmp_path):
+    shutil.copytree(FOREIGN / "ledger", tmp_path / "ledger")
+    with (tmp_path / "ledger" / "g00-1-7a8bc0.lineage.jsonl").open("ab") as file:
+        file.write(b'{"model_call_id": "g00')
+    opened = runs.open_ledger(tmp_path / "ledger")
+    assert opened.rollouts.filter(rollout_id="g00-1-7a8bc0")["cause"].to_list() == [None]
+    assert "1 torn line left out (g00-1-7a8bc0.lineage.jsonl" in repr(opened)
+
+
+def test_a_count_is_the_same_wherever_it_is_said(ledger):
+    calls, rollouts = ledger.calls, ledger.rollouts
+    assert int((rollouts["calls"] + rollouts["failed_calls"]).sum()) == calls.height
+    rejected, failed = rollouts["cause"].count(), calls["failure_reason"].count()
+    assert f"{rejected} of them rejected · {calls.height} calls, {failed} of them failed or unresolved" in repr(ledger)
 
 
 def test_a_directory_without_ledgers_is_refused(tmp_path):

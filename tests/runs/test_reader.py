@@ -49,9 +49,9 @@ def test_relations_tell_what_each_call_is(run):
     def words(rollout_id: str) -> list[str]:
         return run.calls.filter(pl.col("rollout_id") == rollout_id).sort("order")["relation"].to_list()
 
-    assert words("stored.0.0.0") == ["trained", "trained"]
-    assert words("stored.0.1.0") == ["trained", "retry", "trained", "trained"]
-    assert words("stored.0.2.0") == ["trained", "trained", "trained", "branch", "trained"]
+    assert words("stored.0.0.0") == ["chain", "chain"]
+    assert words("stored.0.1.0") == ["chain", "retry", "chain", "chain"]
+    assert words("stored.0.2.0") == ["chain", "chain", "chain", "branch", "chain"]
     assert words("stored.1.1.0")[-1] == "unresolved"
     assert words("stored.1.2.0")[-1] == "failed"
 
@@ -116,6 +116,9 @@ def test_unknown_names_are_answered_with_what_there_is(run, tmp_path):
         run.tokens("stored.0.0.0", "x")
     with pytest.raises(RunStoreError, match="runs beside it: stored"):
         runs.open(run.path.parent / "other")
+    with pytest.raises(RunStoreError, match="holds ledgers and no run"):
+        runs.open(run.path / "ledger")
+    assert type(runs.open_any(run.path)) is runs.Run and type(runs.open_any(run.path / "ledger")) is runs.ForeignLedger
 
 
 def test_a_run_is_readable_while_it_is_written(tmp_path):
@@ -146,12 +149,54 @@ def test_a_crashed_run_opens_and_says_so(tmp_path):
     assert "torn" not in run.events["kind"].to_list()
 
 
-def test_a_broken_line_before_others_is_named(tmp_path):
-    path = make_run(tmp_path / "broken", steps=1)
-    lines = (path / "groups.jsonl").read_bytes().splitlines()
-    (path / "groups.jsonl").write_bytes(b"{broken\n" + b"\n".join(lines) + b"\n")
-    with pytest.raises(RunStoreError, match=r"groups.jsonl, line 1 is not JSON"):
-        _ = runs.open(path).groups
+def test_a_broken_line_is_named_and_costs_nothing_but_itself(tmp_path):
+    path = make_run(tmp_path / "broken", steps=2)
+    steps, rollouts = runs.open(path).steps, runs.open(path).rollouts
+    lines = (path / "steps.jsonl").read_bytes().splitlines()
+    (path / "steps.jsonl").write_bytes(b"\n".join([lines[0], b"{broken", b"[1]", lines[1]]) + b"\n")
+    run = runs.open(path)
+    assert run.steps.equals(steps) and run.rollouts.equals(rollouts)
+    assert [re.search(r"steps.jsonl, line (\d)", told)[1] for told in run.damage] == ["2", "3"]
+    assert "2 broken lines left out (steps.jsonl, line 2 is not JSON" in repr(run)
+    with pytest.raises(RunStoreError, match=r"steps.jsonl, line 2 is not JSON"):
+        frames.read_lines(path / "steps.jsonl")
+
+
+def test_a_torn_last_line_is_said_unless_somebody_is_writing_it(tmp_path):
+    stored = StoredRun(tmp_path / "torn")
+    stored.step(1, [["plain", "retry"]])
+    with (tmp_path / "torn" / "groups.jsonl").open("ab") as file:
+        file.write(b'{"group_id": "g0')
+    run = runs.open(tmp_path / "torn")
+    assert run.damage == [] and "torn line" not in repr(run)
+    stored.writer.close()
+    assert repr(run).endswith("1 torn line left out (groups.jsonl: its last line is torn)")
+
+
+def test_a_recipe_that_cannot_be_read_does_not_keep_a_run_closed(tmp_path):
+    path = make_run(tmp_path / "recipe", steps=1)
+    (path / "recipe.yaml").write_text("name: [")
+    run = runs.open(path)
+    assert run.recipe == {} and run.rollouts.height and "recipe.yaml is not YAML" in repr(run)
+
+
+def test_a_row_is_called_trained_only_where_a_step_had_it_in_its_loss(tmp_path):
+    path = make_run(tmp_path / "trained", steps=1)
+    run = runs.open(path)
+    of = dict(run.rollouts.select("rollout_id", "trained_step").rows())
+    valid = run.rollouts.filter(pl.col("sample_mask") == 1)["rollout_id"].to_list()
+    assert {rollout for rollout, step in of.items() if step == 1} == set(valid) and set(of.values()) == {1, None}
+    part = path / "train" / "step-1.parquet"
+    rows = pl.read_parquet(part)
+    out = [[0] * len(mask) if rollout == valid[0] else mask for rollout, mask in rows["rollout_id", "loss_mask"].rows()]
+    rows = rows.with_columns(
+        pl.Series("loss_mask", out, dtype=rows.schema["loss_mask"]),
+        left_out=pl.when(rollout_id=valid[0]).then(pl.lit("off_policy")).otherwise("left_out"),
+    )
+    rows.write_parquet(part)
+    assert runs.open(path).rollouts.filter(rollout_id=valid[0])["trained_step"].to_list() == [None]
+    part.unlink()
+    assert runs.open(path).rollouts["trained_step"].null_count() == len(of)
 
 
 def test_an_unreadable_part_is_named(tmp_path):

@@ -7,7 +7,8 @@ import polars as pl
 import pytest
 
 from workbench import demo
-from workbench.train.agreement import examine, row_errors
+from workbench.runs.agreement import examine
+from workbench.train.agreement import row_errors
 
 ROWS, TOKENS, VOCABULARY = 6, 50, 400
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from train.samples import row
 
 from workbench.errors import TrainerError
+from workbench.runs.agreement import logprob_shift
 from workbench.train import batch as batch_module
-from workbench.train.agreement import check_alignment, logprob_shift
+from workbench.train.agreement import check_alignment
 from workbench.train.batch import check_head, micro_batches, score, token_logprobs
 
 

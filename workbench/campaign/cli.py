@@ -217,18 +217,21 @@ def report(run_dir: Path) -> None:
 @RUN
 @click.argument("rollout", required=False)
 def inspect(run_dir: Path, rollout: str | None) -> None:
-    """Describe a run, or one rollout of it: calls, chain, custody."""
+    """Describe a run, or one rollout of it: calls, chain, custody.
+
+    RUN may also be a directory of ledgers, as a NeMo Gym run leaves one.
+    """
     from workbench import runs
 
-    stored = runs.open(run_dir)
+    stored = runs.open_any(run_dir)
     if rollout is None:
         click.echo(repr(stored))
         return
     from workbench.inspect import PrefixChain
-    from workbench.runs.drift import sentences
+    from workbench.runs.drift import drift_frame, sentences
 
     click.echo(PrefixChain(stored, rollout).to_text())
-    for sentence in sentences(stored.drift(rollout)):
+    for sentence in sentences(drift_frame(stored, rollout)):
         click.echo(sentence)
 
 

@@ -3,6 +3,7 @@
 Inspectors take a run (or its frames) and give objects that show themselves: `PrefixChain`, `TokenStrip`, `PoisonTable`,
 `LogprobDelta`, `RowDiff`, `CampaignBoard`, `CaptureRate`, `RewardCurve`, `SweepView`. `snapshot()` is a picture and a
 text without script, `live` (of the first six) a widget over the same object; `set_mode` says which a notebook shows.
+`look(PrefixChain, run, id)` gives the view, or one sentence where the run does not hold it (yet).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from workbench.inspect.mode import display_mode, set_mode
 
 if TYPE_CHECKING:
     from workbench.inspect.board import CampaignBoard
-    from workbench.inspect.choose import telling_rollout
+    from workbench.inspect.choose import look, siblings, telling_rollout, trained_group, verified_rollout
     from workbench.inspect.figures import CaptureRate, RewardCurve
     from workbench.inspect.logprobs import LogprobDelta
     from workbench.inspect.prefix_chain import PrefixChain
@@ -35,8 +36,12 @@ __all__ = [
     "SweepView",
     "TokenStrip",
     "display_mode",
+    "look",
     "set_mode",
+    "siblings",
     "telling_rollout",
+    "trained_group",
+    "verified_rollout",
 ]
 
 _HOMES = {
@@ -50,7 +55,11 @@ _HOMES = {
     "Snapshot": "snapshot",
     "SweepView": "sweep_view",
     "TokenStrip": "token_strip",
+    "look": "choose",
+    "siblings": "choose",
     "telling_rollout": "choose",
+    "trained_group": "choose",
+    "verified_rollout": "choose",
 }
 
 

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from workbench.inspect import html as markup
 from workbench.inspect.board_frame import NO_STEP, board_frame, clock
 from workbench.inspect.snapshot import LiveView
-from workbench.inspect.style import REJECTED, SAMPLED, TRAINED, panels, say_nothing_to_show, step_ticks
+from workbench.inspect.style import BLUE, REJECTED, SAMPLED, bar_list, panels, say_nothing_to_show, step_ticks
 
 if TYPE_CHECKING:
     from workbench.inspect.live.board import BoardWidget
@@ -44,31 +44,34 @@ class CampaignBoard(LiveView):
 
     def sentence(self) -> str:
         f = self.frame
-        parts = [f"Campaign {f['run']}", f["state"]]
+        parts = [f"Ledger {f['run']}"] if f["state"] == "ledger" else [f"Campaign {f['run']}", f["state"]]
         if f["state"] == "running" and f["phase"]:
             parts.append(f["phase"])
         if f["state"] != "ledger":
             parts.append(f"step {f['step']:,}" + (f" of {f['steps']:,}" if f["steps"] is not None else ""))
-        wanted = ("rollouts valid", "rollouts with a terminal call", "reward, last step", "token_in_rate after roots")
+        wanted = ("rollouts valid", "rollouts rejected", "reward, last step", "token_in_rate after roots")
         parts += [f"{t['label']} {t['value']}" for t in f["tiles"] if t["label"] in wanted and t["value"] is not None]
         return " · ".join(parts)
 
     def draw(self) -> Figure:
-        figure, axes = panels(2.3, columns=3)
+        if self.frame["state"] == "ledger":
+            return _draw_causes(self.frame["causes"])
+        figure, axes = panels(2.4, columns=3)
         series = self.frame["series"]
         steps = series["step"]
         names = (
-            ("reward_mean", "reward", TRAINED, "o"),
+            ("reward_mean", "reward", BLUE, "o"),
             ("token_in_rate_after_roots", "token_in rate after roots", SAMPLED, "s"),
             ("valid_row_rate", "valid rows / rows", REJECTED, "^"),
         )
         for ax, (name, title, colour, marker) in zip(axes, names, strict=True):
             ax.set_title(title)
             if not steps:
-                say_nothing_to_show(ax, NO_STEP if self.frame["state"] != "ledger" else "a ledger has no steps")
+                say_nothing_to_show(ax, NO_STEP)
                 continue
             values = [np.nan if value is None else value for value in series[name]]
             ax.plot(steps, values, color=colour, marker=marker, ms=4, lw=1.8)
+            ax.set_xlabel("optimiser step")
             step_ticks(ax, steps)
         return figure
 
@@ -86,6 +89,8 @@ class CampaignBoard(LiveView):
             rejected = [[c["cause"], markup.Cell(f"{c['rollouts']:,}", right=True)] for c in f["causes"]]
             parts.append(markup.table(("rejected for", "rollouts"), rejected))
         parts.append(markup.line(f"Last error: {f['error'] or 'none'}", muted=f["error"] is None))
+        if f["damage"]:
+            parts.append(markup.line(damage_words(f["damage"]), strong=True))
         return markup.block(*parts)
 
     def make_live(self) -> BoardWidget:
@@ -114,6 +119,24 @@ class CampaignBoard(LiveView):
         self._kept, self._kept_at = self.frame, time.monotonic()
         self._publish(update=True)
         return True
+
+
+def _draw_causes(causes: list[dict[str, Any]]) -> Figure:
+    """What a ledger has instead of curves: rejected rollouts by cause."""
+    shown = causes[:12]
+    figure, (ax,) = panels(0.9 + 0.32 * max(1, len(shown)))
+    if not shown:
+        say_nothing_to_show(ax, "no rollout was rejected; a ledger has no steps")
+        return figure
+    more = "" if len(shown) == len(causes) else f", {len(shown)} of {len(causes)} causes"
+    bar_list(ax, [row["cause"] for row in shown], [row["rollouts"] for row in shown], f"rollouts rejected for{more}")
+    return figure
+
+
+def damage_words(told: list[str]) -> str:
+    """The lines of a run's files that could not be read, the first few by name."""
+    more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
+    return f"Left out, {markup.count(len(told), 'line')} that cannot be read: {'; '.join(told[:3])}{more}"
 
 
 def _tile_cell(tile: dict[str, Any]) -> markup.Cell:

@@ -35,6 +35,7 @@ def board_frame(run: Any, now: float) -> dict[str, Any]:
         "step": campaign["steps"],
         "steps": status.get("steps"),
         "error": campaign["error"] or _last_error(events),
+        "damage": run.damage,
         "tiles": _tiles(campaign, last, flying, groups),
         "flying": flying[:_SHOWN_GROUPS],
         "in_flight": len(flying),
@@ -131,8 +132,9 @@ def _ledger_frame(ledger: Any) -> dict[str, Any]:
         "step": 0,
         "steps": None,
         "error": None,
+        "damage": ledger.damage,
         "tiles": [
-            _tile("rollouts with a terminal call", f"{rollouts['cause'].null_count():,} of {rollouts.height:,}", ""),
+            _tile("rollouts rejected", f"{rollouts['cause'].count():,} of {rollouts.height:,}", ""),
             _tile("calls recorded", f"{calls.height:,}", ""),
             _tile("failed or unresolved", f"{calls['failure_reason'].count():,}", ""),
             *(_tile(name, None, why) for name in ("groups in flight", "tokens/s sampled", "reward", "staleness")),

@@ -7,7 +7,7 @@ Invariant: every recorded call is there, failed and unresolved ones included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,9 +21,13 @@ _CODED = ("relation", "mode", "finish_reason", "failure_reason", "detail")
 
 
 def chain_columns(
-    rows: Sequence[dict[str, Any]], places: Sequence[Place], why: Callable[[dict[str, Any]], str]
+    rows: Sequence[dict[str, Any]],
+    places: Sequence[Place],
+    why: Callable[[dict[str, Any]], str],
+    contenders: Collection[str],
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Words and columns; `why(row)` is the phrase that says why a call stands where it stands."""
+    """Words and columns; `why(row)` is the phrase that says why a call stands where it stands, `contenders` are the ids
+    of calls between which no terminal could be chosen."""
     drawn = [rows[place.call] for place in places]
     at = {place.call: index for index, place in enumerate(places)}
     columns = {
@@ -34,6 +38,7 @@ def chain_columns(
     for name in _NUMBERS:
         values = [row.get(name) for row in drawn]
         columns[name] = np.array([UNKNOWN if value is None else value for value in values], dtype=np.int32)
+    columns["contends"] = np.array([row["model_call_id"] in contenders for row in drawn], dtype=np.uint8)
     tables: dict[str, list[str]] = {}
     for name in _CODED:
         columns[name], tables[name] = _coded([row.get(name) or "" for row in drawn])

@@ -1,14 +1,15 @@
 """Chain picture: cards for calls, lines for prefixes, one row a root-to-leaf path.
 
 In: call rows and their places. Out: a matplotlib figure of notebook width. A path longer than a band of five cards goes
-on in the next band, as text wraps. Channels: the trained chain has a thick blue frame and a thick link, side calls thin
-grey ones, failed and unresolved calls a dashed frame; the bar in a card is the call's delta, hatched where it was
-carried into the prompt, solid where it was sampled, to one scale over the rollout. Not here: which call stands where.
+on in the next band, as text wraps. Channels: the terminal chain has a thick blue frame and a thick link, side calls
+thin grey ones, failed and unresolved calls a dashed frame, calls that could be the last a double one and a word. The
+bar in a card is the call's delta, hatched where it was carried, solid where it was sampled, to one scale over the
+rollout. Not here: which call stands where.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from matplotlib.patches import FancyBboxPatch, Rectangle
 from workbench.inspect.ids import short_id
 from workbench.inspect.layout import Place
 from workbench.inspect.style import (
+    BLUE,
     CARRY,
     FAINT,
     FIGURE_WIDTH_IN,
@@ -27,7 +29,6 @@ from workbench.inspect.style import (
     PAPER,
     REJECTED,
     SAMPLED,
-    TRAINED,
     new_figure,
 )
 
@@ -41,8 +42,8 @@ _BAND_GAP = 0.12
 _LEGEND_H = 0.42
 
 _LABELS = {
-    "trained": "trained chain",
-    "candidate": "no terminal call chosen",
+    "chain": "terminal chain",
+    "earliest": "no terminal call chosen",
     "retry": "retry",
     "branch": "side branch",
     "side_root": "conversation of its own",
@@ -59,10 +60,18 @@ class _Spot:
     y: float
 
 
-def draw_chain(rows: Sequence[dict[str, Any]], places: Sequence[Place], *, total: int, chain_name: str) -> Figure:
+def draw_chain(
+    rows: Sequence[dict[str, Any]],
+    places: Sequence[Place],
+    *,
+    total: int,
+    chain_name: str,
+    contenders: Collection[str] = (),
+) -> Figure:
     """The picture of `places`; `total` calls exist, those not drawn are counted in the legend line.
 
-    `chain_name` is what the terminal chain is called: trained, rejected, or guessed.
+    `chain_name` is what the terminal chain is called: trained, rejected, or guessed; `contenders` are the ids of calls
+    between which no terminal could be chosen.
     """
     tracks = sorted({(place.column // BAND, place.row) for place in places})
     track_of = {track: i for i, track in enumerate(tracks)}
@@ -88,6 +97,8 @@ def draw_chain(rows: Sequence[dict[str, Any]], places: Sequence[Place], *, total
         if place.parent is not None and place.parent in spots:
             _draw_link(ax, rows, by_index[place.parent], place, spots)
         _draw_card(ax, row, spots[place.call], scale)
+        if row["model_call_id"] in contenders:
+            _draw_contender(ax, spots[place.call])
         track = (place.column // BAND, place.row)
         if track not in heads:
             heads.add(track)
@@ -97,8 +108,8 @@ def draw_chain(rows: Sequence[dict[str, Any]], places: Sequence[Place], *, total
 
 
 def _draw_link(ax: Axes, rows: Sequence[dict[str, Any]], parent: Place, child: Place, spots: dict[int, _Spot]) -> None:
-    trained = rows[child.call]["relation"] == "trained"
-    colour, width, z = (TRAINED, 2.6, 2) if trained else (MUTED, 1.1, 1)
+    on_chain = rows[child.call]["relation"] == "chain"
+    colour, width, z = (BLUE, 2.6, 2) if on_chain else (MUTED, 1.1, 1)
     lost = bool(rows[child.call].get("failure_reason"))
     style: Any = (0, (3, 2)) if lost else "-"
     colour = REJECTED if lost else colour
@@ -130,7 +141,7 @@ def _draw_head(
 ) -> None:
     row = rows[place.call]
     label = _LABELS.get(row["relation"], row["relation"])
-    if row["relation"] == "trained":
+    if row["relation"] == "chain":
         label = chain_name
     if row.get("failure_reason") and place.parent is None:
         label = "not captured: no place in the tree"
@@ -142,32 +153,32 @@ def _draw_head(
             if went_on
             else f"{label} {'near' if row.get('failure_reason') else 'after'} #{parent['order']}"
         )
-    colour = TRAINED if row["relation"] == "trained" else REJECTED if row.get("failure_reason") else INK
-    weight = "bold" if row["relation"] == "trained" else "normal"
+    colour = BLUE if row["relation"] == "chain" else REJECTED if row.get("failure_reason") else INK
+    weight = "bold" if row["relation"] == "chain" else "normal"
     ax.text(spot.x + 0.02, spot.y + _CARD_H + 0.05, label, fontsize=7.6, color=colour, weight=weight, va="bottom")
 
 
 def _draw_card(ax: Axes, row: dict[str, Any], spot: _Spot, scale: int) -> None:
-    trained, failed = row["relation"] == "trained", bool(row.get("failure_reason"))
+    on_chain, failed = row["relation"] == "chain", bool(row.get("failure_reason"))
     frame = FancyBboxPatch(
         (spot.x, spot.y),
         _CARD_W,
         _CARD_H,
         boxstyle="round,pad=0,rounding_size=0.06",
-        facecolor="#faf3f6" if failed else PAPER if trained else "#f7f9fb",
-        edgecolor=TRAINED if trained else REJECTED if failed else MUTED,
-        linewidth=2.4 if trained else 1.0,
+        facecolor="#faf3f6" if failed else PAPER if on_chain else "#f7f9fb",
+        edgecolor=BLUE if on_chain else REJECTED if failed else MUTED,
+        linewidth=2.4 if on_chain else 1.0,
         linestyle=(0, (3, 2)) if failed else "-",
         zorder=3,
     )
     ax.add_patch(frame)
     left, right, top = spot.x + 0.08, spot.x + _CARD_W - 0.08, spot.y + _CARD_H - 0.08
-    text_colour = INK if trained or failed else "#52606d"
+    text_colour = INK if on_chain or failed else "#52606d"
     title = f"#{row['order']}  {short_id(row['model_call_id'], row['rollout_id'])}"
     version = "" if row["weight_version"] is None else f"v{row['weight_version']}"
     side = " · ".join(part for part in (row["mode"], version) if part)
     ax.text(
-        left, top, title, fontsize=7.6, weight="bold" if trained else "normal", color=text_colour, va="top", zorder=5
+        left, top, title, fontsize=7.6, weight="bold" if on_chain else "normal", color=text_colour, va="top", zorder=5
     )
     ax.text(right, top, side, fontsize=6.6, color=text_colour, va="top", ha="right", zorder=5)
     if failed:
@@ -177,6 +188,22 @@ def _draw_card(ax: Axes, row: dict[str, Any], spot: _Spot, scale: int) -> None:
     ax.text(left, top - 0.33, _tokens(row), fontsize=6.9, color=text_colour, va="top", zorder=5)
     end = " · ".join(part for part in (row["finish_reason"], (row["digest"] or "")[:8]) if part)
     ax.text(left, spot.y + 0.06, end, fontsize=6.9, color=MUTED, va="bottom", zorder=5, family="DejaVu Sans Mono")
+
+
+def _draw_contender(ax: Axes, spot: _Spot) -> None:
+    inner = FancyBboxPatch(
+        (spot.x + 0.035, spot.y + 0.035),
+        _CARD_W - 0.07,
+        _CARD_H - 0.07,
+        boxstyle="round,pad=0,rounding_size=0.045",
+        facecolor="none",
+        edgecolor=REJECTED,
+        linewidth=1.0,
+        zorder=6,
+    )
+    ax.add_patch(inner)
+    right = spot.x + _CARD_W - 0.08
+    ax.text(right, spot.y + 0.065, "last call?", fontsize=7.2, color=REJECTED, va="bottom", ha="right", zorder=6)
 
 
 def _draw_bar(ax: Axes, row: dict[str, Any], x: float, y: float, width: float, scale: int) -> None:
@@ -217,7 +244,7 @@ def _draw_legend(ax: Axes, rows: Sequence[dict[str, Any]], height: float, drawn:
             ax.text(x + 0.36, y + 0.045, words, fontsize=7.4, va="center")
             x += 1.9
     lines = [
-        (any(row["relation"] == "trained" for row in rows), chain, TRAINED, "-", 2.6),
+        (any(row["relation"] == "chain" for row in rows), chain, BLUE, "-", 2.6),
         (any(row.get("failure_reason") for row in rows), "not captured", REJECTED, (0, (3, 2)), 1.2),
     ]
     for occurs, words, colour, style, width in lines:

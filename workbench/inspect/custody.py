@@ -12,30 +12,33 @@ from typing import Any, Literal
 
 import polars as pl
 
+from workbench.inspect.causes import explain
 from workbench.inspect.ids import short_id
 
 State = Literal["verified", "rejected", "open", "unknown"]
 
 
 RELATION_WORDS = {
-    "trained": "on the trained chain",
-    "candidate": "the earliest path; no terminal call was chosen",
+    "chain": "on the terminal chain",
+    "earliest": "the earliest path; no terminal call was chosen",
     "retry": "retry: the same request again",
     "branch": "side branch: another request after the same call",
     "side_root": "a conversation of its own",
     "failed": "failed",
     "unresolved": "unresolved",
 }
-"""What a call is to the trained trajectory, in words."""
+"""What a call is to the terminal chain, in words."""
 
 
 @dataclass(frozen=True)
 class Custody:
-    """`digest` is the cumulative hash of the terminal call, shortened; None where there is no terminal."""
+    """`digest` is the cumulative hash of the terminal call, shortened; None where there is no terminal. `meaning` is
+    what the vocabulary says of the cause of a rejected one."""
 
     state: State
     words: str
     digest: str | None = None
+    meaning: str = ""
 
     def sentence(self) -> str:
         """State, reason and digest in one line."""
@@ -58,9 +61,10 @@ def custody_of(rollout: dict[str, Any] | None, calls: pl.DataFrame | None, *, fr
         words = "not finalised yet: nothing is verified" if from_run else "custody not shown: made from a bare frame"
         return Custody("open" if from_run else "unknown", words, digest)
     if rollout.get("cause"):
-        return Custody("rejected", rejection(rollout), digest)
+        return Custody("rejected", rejection(rollout), digest, explain(rollout["cause"]))
     if rollout.get("verified"):
-        return Custody("verified", f"verified, terminal by {rollout.get('terminal_selection')}", digest)
+        words = f"verified, terminal by {rollout.get('terminal_selection')}, {trained_words(rollout)}"
+        return Custody("verified", words, digest)
     if rollout.get("sample_mask") == 1:
         at = rollout.get("position")
         wrong = "" if at is None else f"; from token {at:,} on not what the engine ran"
@@ -72,11 +76,17 @@ def custody_of(rollout: dict[str, Any] | None, calls: pl.DataFrame | None, *, fr
 def custody_of_call(rollout: dict[str, Any] | None, calls: pl.DataFrame, call_id: str) -> Custody:
     """Custody of the path that ends at one call; of a call beside the chain, that it is not in the training row."""
     found = calls.filter(pl.col("model_call_id") == call_id)
-    if not found.height or found["relation"][0] == "trained":
+    if not found.height or found["relation"][0] == "chain":
         return custody_of(rollout, calls)
     words = RELATION_WORDS.get(found["relation"][0], found["relation"][0])
     digest = found["cumulative_hash"][0] if "cumulative_hash" in found.columns else None
     return Custody("open", f"not in the training row: {words}", None if digest is None else str(digest)[:8])
+
+
+def trained_words(rollout: dict[str, Any]) -> str:
+    """Whether a step trained the row; only then is anything called trained."""
+    step = rollout.get("trained_step")
+    return "no step has trained it" if step is None else f"trained in step {step}"
 
 
 def rejection(rollout: dict[str, Any]) -> str:

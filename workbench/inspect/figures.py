@@ -16,12 +16,12 @@ from matplotlib.figure import Figure
 from workbench.inspect import html as markup
 from workbench.inspect.snapshot import StaticView
 from workbench.inspect.style import (
+    BLUE,
     FAINT,
     INK,
     MUTED,
     REJECTED,
     SAMPLED,
-    TRAINED,
     legend_beside_title,
     panels,
     say_nothing_to_show,
@@ -63,7 +63,7 @@ class CaptureRate(StaticView):
             say_nothing_to_show(rows, "no rows yet")
             return figure
         for name, label, colour, marker, style in (
-            ("token_in_rate_after_roots", "after roots", TRAINED, "o", "-"),
+            ("token_in_rate_after_roots", "after roots", BLUE, "o", "-"),
             ("token_in_rate", "all calls (roots are text)", SAMPLED, "s", "--"),
         ):
             values = [np.nan if v is None else v for v in self.steps[name].to_list()]
@@ -75,7 +75,7 @@ class CaptureRate(StaticView):
 
         valid = np.array(self.steps["valid"].to_list())
         rejected = np.array(self.steps["rows_seen"].to_list()) - valid
-        rows.bar(steps, valid, width=0.62, color=TRAINED, label="valid row")
+        rows.bar(steps, valid, width=0.62, color=BLUE, label="valid row")
         rows.bar(
             steps,
             rejected,
@@ -162,7 +162,7 @@ class RewardCurve(StaticView):
             lw=0.7,
             label="one rollout",
         )
-        ax.plot(steps, mean, color=TRAINED, marker="o", lw=2.2, ms=5.5, label="mean of valid rows")
+        ax.plot(steps, mean, color=BLUE, marker="o", lw=2.2, ms=5.5, label="mean of valid rows")
         for step, value in ((steps[0], mean[0]), (steps[-1], mean[-1])):
             ax.annotate(
                 f"{value:.3f}",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import html as _html
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _FONT = "font-family:ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace"
 _CELL = "padding:3px 10px 3px 0;text-align:left;vertical-align:top;border:none"
@@ -16,9 +16,11 @@ _RIGHT = "padding:3px 10px 3px 0;text-align:right;vertical-align:top;border:none
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of its own look: `text` is escaped; `strong` is bold, `muted` grey, `right` a number."""
+    """A cell of its own look: `text` is escaped; `strong` is bold, `muted` grey, `right` a number; `under` is a second,
+    quieter line, where a column of its own would leave all of them narrow."""
 
     text: str
+    under: str = field(default="", kw_only=True)
     strong: bool = False
     muted: bool = False
     right: bool = False
@@ -52,6 +54,8 @@ def _cell(cell: Cell | str) -> str:
     body = escape(cell.text)
     if cell.strong:
         body = f"<b>{body}</b>"
+    if cell.under:
+        body += f'<br><span style="opacity:.7">{escape(cell.under)}</span>'
     style = _RIGHT if cell.right else _CELL
     if cell.muted:
         style += ";opacity:.6"

@@ -1,6 +1,28 @@
-"""Ids: shown as short as they stay telling."""
+"""Ids: shown as short as they stay telling, and refused where they are none."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from workbench.errors import RunStoreError
+
+
+def check_rollout_id(rollout_id: Any, view: str) -> None:
+    """Raise RunStoreError for what cannot be a rollout id, such as the rollout's number."""
+    if rollout_id is not None and not isinstance(rollout_id, str):
+        raise RunStoreError(
+            f"Expected a rollout id such as 'first.0.1.0' as text, got {rollout_id!r}; they stand in "
+            f"run.rollouts['rollout_id']: {view}(run, rollout_id)"
+        )
+
+
+def call_name(call_id: str | None, rollout_id: str, order_of: Mapping[str, int]) -> str:
+    """A call as every view names it: its place in the ledger, where that is known, and its short id."""
+    if call_id is None:
+        return "?"
+    order = order_of.get(call_id)
+    return short_id(call_id, rollout_id) if order is None else f"#{order} {short_id(call_id, rollout_id)}"
 
 
 def short_id(call_id: str, rollout_id: str) -> str:

@@ -1,8 +1,8 @@
 """Layout: place the calls of one rollout as root-to-leaf paths.
 
-In: calls in ledger order with their parent links and the set on the trained chain. Out: one `Place` a call (row = path,
-column = depth), the trained chain in row 0. Invariants: a parent comes before its children in the order given back; a
-path keeps its row until it forks, the first child (the trained one, where there is one) inherits it. Not here: drawing.
+In: calls in ledger order with their parent links and the set on the terminal chain. Out: one `Place` a call (row =
+path, column = depth), the chain in row 0. Invariants: a parent comes before its children in the order given back; a
+path keeps its row until it forks, the first child (the chain's, where there is one) inherits it. Not here: drawing.
 
 Iterative, one pass over the calls and one over the tree: 10,000 calls in a chain are as fine as 10,000 siblings. A link
 that points nowhere or round in a circle does not hide its call: such calls come last, as roots of their own.
@@ -24,9 +24,9 @@ class Place(NamedTuple):
 
 
 def place_calls(
-    call_ids: Sequence[str], parent_ids: Sequence[str | None], trained: Sequence[bool], rootless: Sequence[bool]
+    call_ids: Sequence[str], parent_ids: Sequence[str | None], on_chain: Sequence[bool], rootless: Sequence[bool]
 ) -> list[Place]:
-    """Places of all calls, in drawing order (a parent before its children, the trained chain first).
+    """Places of all calls, in drawing order (a parent before its children, the chain first).
 
     `rootless[i]` marks calls that have no place in the tree (failed before a parent was known, unresolved): they share
     rows of their own below the tree, side by side, and are linked to nothing.
@@ -44,10 +44,10 @@ def place_calls(
     seen = [False] * len(call_ids)
     next_row = 0
 
-    def trained_first(nodes: list[int]) -> list[int]:
-        return sorted(nodes, key=lambda i: (not trained[i], i))
+    def chain_first(nodes: list[int]) -> list[int]:
+        return sorted(nodes, key=lambda i: (not on_chain[i], i))
 
-    stack: list[tuple[int, int | None, int, int]] = [(i, None, -1, 0) for i in reversed(trained_first(roots))]
+    stack: list[tuple[int, int | None, int, int]] = [(i, None, -1, 0) for i in reversed(chain_first(roots))]
     while stack:
         node, parent, inherited, column = stack.pop()
         if seen[node]:
@@ -58,7 +58,7 @@ def place_calls(
         else:
             row = inherited
         places.append(Place(node, row, column, parent))
-        ordered = trained_first(children[node])
+        ordered = chain_first(children[node])
         for position in range(len(ordered) - 1, -1, -1):
             stack.append((ordered[position], node, row if position == 0 else -1, column + 1))
 

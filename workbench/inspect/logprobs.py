@@ -18,18 +18,18 @@ from matplotlib.ticker import FuncFormatter
 
 from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
-from workbench.inspect.detectors import Finding, findings
 from workbench.inspect.snapshot import LiveView
 from workbench.inspect.style import (
+    BLUE,
     MARKERS,
     SAMPLED,
     SERIES,
-    TRAINED,
     legend_beside_title,
     panels,
     say_nothing_to_show,
 )
 from workbench.inspect.text import pieces_of
+from workbench.runs.agreement import Verdict, examine
 from workbench.runs.tokens import LOGPROB_DTYPES
 from workbench.runs.vocabulary import Vocabulary
 
@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 WORST = 12
 WORST_LIVE = 300
 _CONTEXT = 8
+_REACH = 2
+"""Sampled tokens by which a shift is looked for."""
+LABELS = {"shift_by_one": "shift", "temperature": "temperature", "truncated_support": "truncated support"}
+"""Detectors, as a reader finds them named."""
 SUSPICIONS = {
     "shift_by_one": "The trainer found its log-probs shifted by one token against the sampler's",
     "temperature": "The trainer found the sampler sharper or flatter than itself: one of them scaled its logits by a "
@@ -81,27 +85,13 @@ def delta_numbers(delta_T: np.ndarray) -> DeltaNumbers:
     )
 
 
-def shift_of_best_fit(tokens: pl.DataFrame, *, reach: int = 2) -> int:
-    """By how many sampled tokens the trainer's log-probs must be moved to fit the sampler's best (0: in place).
-
-    Compares the mean |difference| at every shift from -reach to reach within each rollout; another shift than 0 is
-    only reported when it is less than half as far off.
-    """
-    errors: dict[int, tuple[float, int]] = {shift: (0.0, 0) for shift in range(-reach, reach + 1)}
-    for _, part in tokens.group_by("step", "rollout_id", maintain_order=True):
-        sampler = part["logprob"].to_numpy().astype(np.float64)
-        trainer = part["trainer_logprob"].to_numpy().astype(np.float64)
-        for shift, (total, count) in errors.items():
-            if sampler.size <= abs(shift):
-                continue
-            moved = trainer[shift:] if shift >= 0 else trainer[:shift]
-            still = sampler[: sampler.size - shift] if shift >= 0 else sampler[-shift:]
-            errors[shift] = (total + float(np.abs(moved - still).sum()), count + moved.size)
-    means = {shift: total / count for shift, (total, count) in errors.items() if count}
-    if 0 not in means:
-        return 0
-    best = min(means, key=lambda shift: (means[shift], abs(shift)))
-    return best if means[best] < 0.5 * means[0] else 0
+def by_rollout(tokens: pl.DataFrame) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:
+    """Trainer log-probs, sampler log-probs, a mask of all ones: one array each a row of a step, sampled tokens only."""
+    changes = tokens.select(pl.struct("step", "rollout_id").rle_id().diff().fill_null(0) != 0).to_series()
+    at = np.flatnonzero(changes.to_numpy())
+    trainer = np.split(tokens["trainer_logprob"].to_numpy().astype(np.float64), at)
+    sampler = np.split(tokens["logprob"].to_numpy().astype(np.float64), at)
+    return trainer, sampler, [np.ones(values.size, dtype=bool) for values in sampler]
 
 
 def _suspects(source: Any) -> dict[str, list[int]]:
@@ -144,7 +134,8 @@ class LogprobDelta(LiveView):
         self.vocabulary = vocabulary
         self.delta_T = self.tokens["delta"].to_numpy()
         self.numbers = delta_numbers(self.delta_T)
-        self.shift = shift_of_best_fit(self.tokens)
+        self.verdicts: list[Verdict] = examine(*by_rollout(self.tokens), reach=_REACH)
+        self.shift = int(self.verdicts[0].evidence.get("shift", 0))
         self.suspects = _suspects(source)
 
     def sentence(self) -> str:
@@ -167,7 +158,7 @@ class LogprobDelta(LiveView):
         centres = (edges[:-1] + edges[1:]) / 2
         width = edges[1] - edges[0]
         below = centres < 0
-        spread.bar(centres[below], counts[below], width=width, color=TRAINED)
+        spread.bar(centres[below], counts[below], width=width, color=BLUE)
         spread.bar(
             centres[~below],
             counts[~below],
@@ -182,13 +173,15 @@ class LogprobDelta(LiveView):
         spread.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         spread.axvline(self.numbers.mean, color="black", lw=1.2, ls="--")
         spread.set_title("Δ = trainer − sampler")
-        spread.set_xlabel("nat; both ends gather what lies beyond")
+        spread.set_xlabel("nat; both ends gather what lies beyond; dashed: the mean")
         spread.set_ylabel("tokens (log scale)")
         for x, side, words in ((0.02, "left", "← trainer less likely"), (0.98, "right", "trainer more likely →")):
             spread.text(x, 0.97, words, transform=spread.transAxes, ha=side, va="top", fontsize=8.5)
 
         parts = self.by_version()
-        for k, (label, part) in enumerate([parts[0], *(parts[1:2] + parts[-1:] if len(parts) > 2 else [])]):
+        # As many as can be told apart; of more, the oldest and the newest ones.
+        drawn = parts if len(parts) <= len(SERIES) else [*parts[:3], *parts[3 - len(SERIES) :]]
+        for k, (label, part) in enumerate(drawn):
             at, mean_abs = self.by_place(part)
             place.plot(
                 at,
@@ -200,16 +193,13 @@ class LogprobDelta(LiveView):
                 ls="-" if k == 0 else "--",
                 label=label,
             )
-        place.set_title("mean |Δ| by place")
-        place.set_xlabel("sampled token of the row")
+        place.set_title("mean |Δ|")
+        some = "" if len(drawn) == len(parts) else f"; {len(drawn) - 1} of {len(parts) - 1:,} weight versions"
+        place.set_xlabel(f"by place: sampled token of the row{some}")
         place.set_ylabel("nat")
         place.set_ylim(bottom=0)
-        legend_beside_title(place)
+        legend_beside_title(place, columns=len(SERIES))
         return figure
-
-    def findings(self) -> list[Finding]:
-        """What the detectors say."""
-        return findings(self.tokens, self.shift)
 
     def histogram(self, delta_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """61 equal ranges (62 edges, nat) about 0 and the tokens in each; the two ends gather what lies beyond."""
@@ -255,9 +245,9 @@ class LogprobDelta(LiveView):
             "gen_kl_error",
         )
         parts.append(markup.table(header, rows))
-        for finding in self.findings():
-            words = f"{finding.name}: {finding.words}"
-            parts.append(markup.line(words, strong=finding.state == "found", muted=finding.state == "unknown"))
+        for verdict in self.verdicts:
+            words = f"{LABELS[verdict.name]}: {verdict.words}"
+            parts.append(markup.line(words, strong=verdict.found, muted=verdict.state == "unknown"))
         for name, steps in self.suspects.items():
             parts.append(markup.line(f"{SUSPICIONS.get(name, name)} ({_listed(steps)}).", strong=True))
         parts.append(markup.line(f"The {min(WORST, n.tokens)} largest differences, of {n.tokens:,} tokens"))

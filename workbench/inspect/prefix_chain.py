@@ -1,6 +1,6 @@
-"""PrefixChain: which calls make up a rollout, and which of them were trained on.
+"""PrefixChain: which calls make up a rollout, and which of them make its training row.
 
-In: the calls frame (or a run) and a rollout id. Out: a picture with one row a root-to-leaf path (the trained chain on
+In: the calls frame (or a run) and a rollout id. Out: a picture with one row a root-to-leaf path (the terminal chain on
 top, bold; retries, side branches, failed and unresolved calls below, each with the reason why it is apart) and a table
 with every field of every call. Invariant: every recorded call is either drawn or counted as not shown. Not here: where
 calls stand (`layout`), how the card looks (`chain_picture`), tokens (`tokens`).
@@ -19,10 +19,11 @@ from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
 from workbench.inspect.chain_columns import chain_columns
 from workbench.inspect.chain_picture import BAND, draw_chain
-from workbench.inspect.custody import RELATION_WORDS, custody_of, rollout_row
-from workbench.inspect.ids import short_id
+from workbench.inspect.custody import RELATION_WORDS, custody_of, rollout_row, trained_words
+from workbench.inspect.ids import check_rollout_id, short_id
 from workbench.inspect.layout import Place, place_calls
 from workbench.inspect.snapshot import LiveView
+from workbench.runs.relations import contenders
 
 if TYPE_CHECKING:
     from workbench.inspect.live.chain import ChainAndTokens
@@ -45,6 +46,7 @@ _SHOWN = (
     "detail",
     "drift",
 )
+_LINKS = ("model_call_id", "parent_call_id", "admitted_at", "failure_reason")
 _MOST_TRACKS = 24
 ROOTLESS = frozenset({"failed", "unresolved"})
 
@@ -59,9 +61,12 @@ class PrefixChain(LiveView):
     """
 
     def __init__(self, source: Any, rollout_id: str | None = None, *, max_calls: int = 60, max_rows: int = 200) -> None:
+        check_rollout_id(rollout_id, "PrefixChain")
         calls: pl.DataFrame = source if isinstance(source, pl.DataFrame) else source.calls
         self.source = None if isinstance(source, pl.DataFrame) else source
         if rollout_id is None:
+            if calls.is_empty():
+                raise RunStoreError(f"{_name(source)} has no calls yet; there is no rollout to show")
             ids = calls["rollout_id"].unique().sort().to_list()
             if len(ids) != 1:
                 raise RunStoreError(
@@ -74,18 +79,26 @@ class PrefixChain(LiveView):
             raise RunStoreError(_no_calls(source, calls, rollout_id))
         self.rollout = rollout_row(source, rollout_id)
         self.custody = custody_of(self.rollout, self.calls, from_run=self.source is not None)
+        self.contenders = self._contenders()
         self.max_calls = max_calls
         self.max_rows = max_rows
         self._rows = self.calls.select(pl.col(name) for name in _SHOWN if name in calls.columns).to_dicts()
         self.places: list[Place] = place_calls(
             [row["model_call_id"] for row in self._rows],
             [_attached_to(row) for row in self._rows],
-            [row["relation"] == "trained" for row in self._rows],
+            [row["relation"] == "chain" for row in self._rows],
             [row["relation"] in ROOTLESS and _attached_to(row) is None for row in self._rows],
         )
 
+    def _contenders(self) -> dict[str, str]:
+        """The calls between which no terminal could be chosen, each with the words for it; empty for most rollouts."""
+        if self.rollout is None or self.rollout.get("cause") is None:
+            return {}
+        links = self.calls.select(name for name in _LINKS if name in self.calls.columns).to_dicts()
+        return contenders(links, self.rollout["cause"], self.rollout.get("terminal_attribution_reason"))
+
     def sentence(self) -> str:
-        chain = [row for row in self._rows if row["relation"] == "trained"]
+        chain = [row for row in self._rows if row["relation"] == "chain"]
         parts = [f"Rollout {self.rollout_id}", markup.count(len(self._rows), "call")]
         kinds = self._kinds()
         for kind, one, many in (
@@ -114,19 +127,31 @@ class PrefixChain(LiveView):
         )
 
     def chain_name(self) -> str:
-        """What the terminal chain is: trained, rejected, or somebody's guess."""
-        if self.rollout is not None and self.rollout.get("cause"):
+        """What the terminal chain is: trained (only where a step did it), verified, rejected, or somebody's guess."""
+        if self.rollout is None:
+            return "terminal chain"
+        if self.rollout.get("cause"):
             return "terminal chain, rejected"
-        if self.rollout is not None and not self.rollout.get("verified"):
-            return f"terminal chain, by {self.rollout.get('terminal_selection') or 'nobody'}"
-        return "trained chain"
+        if self.rollout.get("trained_step") is not None:
+            return "trained chain"
+        if self.rollout.get("verified"):
+            return "verified chain, not trained"
+        return f"terminal chain, by {self.rollout.get('terminal_selection') or 'nobody'}"
 
     def draw(self) -> Figure:
-        return draw_chain(self._rows, self._drawn(), total=len(self.places), chain_name=self.chain_name())
+        return draw_chain(
+            self._rows,
+            self._drawn(),
+            total=len(self.places),
+            chain_name=self.chain_name(),
+            contenders=self.contenders.keys(),
+        )
 
     def _why(self, row: dict[str, Any]) -> str:
         """`why`, with the terminal chain called trained only where it was."""
-        return f"on the {self.chain_name()}" if row["relation"] == "trained" else why(row)
+        words = f"on the {self.chain_name()}" if row["relation"] == "chain" else why(row)
+        contends = self.contenders.get(row["model_call_id"])
+        return words if contends is None else f"{words}; {contends}"
 
     def _drawn(self) -> list[Place]:
         """The calls of the picture: at most `max_calls`, on at most `_MOST_TRACKS` tracks, so that it stays a page."""
@@ -141,11 +166,11 @@ class PrefixChain(LiveView):
 
     def is_on_chain(self, call_id: str) -> bool:
         """Whether a call is on the terminal chain."""
-        return any(row["model_call_id"] == call_id and row["relation"] == "trained" for row in self._rows)
+        return any(row["model_call_id"] == call_id and row["relation"] == "chain" for row in self._rows)
 
     def columns(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Words and columns of the live view: every call, in drawing order (see `chain_columns`)."""
-        return chain_columns(self._rows, self.places, self._why)
+        return chain_columns(self._rows, self.places, self._why, self.contenders.keys())
 
     def make_live(self) -> ChainAndTokens:
         from workbench.inspect.live.chain import ChainAndTokens
@@ -157,7 +182,15 @@ class PrefixChain(LiveView):
         lines = [self.sentence()]
         for place in self.places[: self.max_rows]:
             row = self._rows[place.call]
-            mark = "●" if row["relation"] == "trained" else "✗" if row["failure_reason"] else "○"
+            mark = (
+                "?"
+                if row["model_call_id"] in self.contenders
+                else "●"
+                if row["relation"] == "chain"
+                else "✗"
+                if row["failure_reason"]
+                else "○"
+            )
             tokens = "no tokens" if row["delta_len"] is None else f"+{row['delta_len']:,} = {row['cum_len']:,} tokens"
             sampled = "" if row["sampled_tokens"] is None else f" ({row['sampled_tokens']:,} sampled)"
             parts = [
@@ -180,6 +213,8 @@ class PrefixChain(LiveView):
         parts = [markup.line(self.sentence(), strong=True)]
         if self.custody.state != "unknown":
             parts.append(markup.line(f"Custody: {self.custody.sentence()}"))
+        if self.custody.meaning:
+            parts.append(markup.line(self.custody.meaning, muted=True))
         header = ("path", "#", "call", "mode", "carry", "sampled", "total", "version", "finish", "digest", "why here")
         parts.append(markup.table(header, rows))
         drawn = len(self._drawn())
@@ -195,7 +230,7 @@ class PrefixChain(LiveView):
 
     def _table_row(self, place: Place) -> list[markup.Cell]:
         row = self._rows[place.call]
-        strong, muted = row["relation"] == "trained", row["relation"] != "trained"
+        strong, muted = row["relation"] == "chain", row["relation"] != "chain"
 
         def cell(value: Any, right: bool = False) -> markup.Cell:
             text = "–" if value is None else f"{value:,}" if isinstance(value, int) and right else str(value)
@@ -238,6 +273,10 @@ def why(row: dict[str, Any]) -> str:
     return words
 
 
+def _name(source: Any) -> str:
+    return f"Run {source.name}" if hasattr(source, "name") else "This frame"
+
+
 def _no_calls(source: Any, calls: pl.DataFrame, rollout_id: str) -> str:
     rollout = rollout_row(source, rollout_id)
     if rollout is not None:
@@ -255,7 +294,7 @@ def _verdict(rollout: dict[str, Any] | None) -> list[str]:
     if rollout.get("cause"):
         parts.append(f"rejected: {rollout['cause']}")
     elif rollout.get("verified"):
-        parts.append("verified")
+        parts.append(f"verified, {trained_words(rollout)}")
     elif rollout.get("terminal_selection"):
         parts.append(f"terminal by {rollout['terminal_selection']}, not verified")
     else:

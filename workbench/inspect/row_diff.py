@@ -1,6 +1,7 @@
 """RowDiff: two rollouts token by token, or two runs rollout by rollout and then token by token.
 
     RowDiff(arm_a, arm_b)                                two runs, paired by task and seed
+    RowDiff(run, run)                                    best and worst rollout of a group
     RowDiff(run, run, rollouts=("r.0.1.0", "r.0.2.0"))   two rollouts of one run, or of two
     RowDiff(tokens_a, tokens_b, vocabulary=…)            two token frames
 
@@ -16,13 +17,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
 from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
 from workbench.inspect.align import Stretch, equal_stretches, first_difference
 from workbench.inspect.arms import Difference, differences, flips, pair_up
+from workbench.inspect.choose import telling_pair
 from workbench.inspect.snapshot import LiveView
-from workbench.inspect.style import CARRY, REJECTED, SAMPLED, panels
+from workbench.inspect.style import CARRY, REJECTED, SERIES, legend_beside_title, panels
 from workbench.inspect.token_strip import TokenStrip
 from workbench.runs.vocabulary import Vocabulary
 
@@ -30,14 +34,17 @@ if TYPE_CHECKING:
     from workbench.inspect.live.diff import DiffWidget
 
 AROUND = 60
+_OWN = SERIES[4]
+"""Not the orange of sampled tokens: own ids may be carried ones."""
 _TRIES = 100
 
 
 class RowDiff(LiveView):
     """Two rollouts side by side; with two runs also what differs between the arms.
 
-    Without `rollouts` the pair shown first is the first flip that has tokens on both sides, else the first such pair. A
-    rollout counts as solved from a reward of `solved` on. Raises RunStoreError where nothing can be paired.
+    Without `rollouts` the pair shown first is the first flip that has tokens on both sides, else the first such pair;
+    of one run against itself the best and the worst rollout of `group`, else of the group whose rewards lie furthest
+    apart. A rollout counts as solved from a reward of `solved` on. Raises RunStoreError where nothing can be paired.
     """
 
     def __init__(
@@ -46,6 +53,7 @@ class RowDiff(LiveView):
         other: Any,
         *,
         rollouts: tuple[str, str] | None = None,
+        group: str | None = None,
         vocabulary: Vocabulary | None = None,
         solved: float = 0.5,
         max_flips: int = 20,
@@ -63,6 +71,8 @@ class RowDiff(LiveView):
         frames = isinstance(one, pl.DataFrame), isinstance(other, pl.DataFrame)
         if any(frames) and not all(frames):
             raise RunStoreError("Expected two runs or two token frames, got one of each")
+        if not all(frames) and rollouts is None and one is other:
+            rollouts = telling_pair(one, group)
         if not all(frames) and (rollouts is None or one is not other):
             self._compare_arms(one.rollouts, other.rollouts, needed=rollouts is None)
         if rollouts is None and self.pairs is not None:
@@ -112,6 +122,22 @@ class RowDiff(LiveView):
         ids_one, ids_other = (strip.tokens["token_id"].to_numpy().astype(np.uint64) for strip in (one, other))
         return equal_stretches(ids_one, ids_other), first_difference(ids_one, ids_other)
 
+    def diverging(self) -> pl.DataFrame:
+        """The first diverging token of both rows, one row a side; none for equal rows, nulls where a row has ended.
+
+        Columns: side (A or B), rollout_id, position, token_id, sampled, logprob.
+        """
+        columns = ("token_id", "sampled", "logprob")
+        sides = []
+        for letter, strip in zip("AB", self.strips, strict=True):
+            if self.first is None:
+                continue
+            found = strip.tokens.slice(self.first, 1).select(columns)
+            told = found.row(0, named=True) if found.height else dict.fromkeys(columns)
+            sides.append({"side": letter, "rollout_id": strip.rollout_id, "position": self.first} | told)
+        dtypes = {"side": pl.String, "rollout_id": pl.String, "position": pl.Int64, "token_id": pl.UInt64}
+        return pl.DataFrame(sides, schema=dtypes | {"sampled": pl.Boolean, "logprob": pl.Float32})
+
     def sentence(self) -> str:
         one, other = self.strips
         parts = []
@@ -128,12 +154,12 @@ class RowDiff(LiveView):
 
     def draw(self) -> Figure:
         """Both rows as bands on one scale: equal stretches hatched, own ids solid, the divergence a line."""
-        figure, (ax,) = panels(1.5)
+        figure, (ax,) = panels(1.75)
         longest = 1
         for y, strip, side in ((1, self.strips[0], 0), (0, self.strips[1], 1)):
             size = strip.tokens.height
             longest = max(longest, size)
-            ax.barh(y, size, height=0.55, color=SAMPLED, lw=0)
+            ax.barh(y, size, height=0.55, color=_OWN, lw=0)
             shown = sorted(self.stretches, key=lambda s: -s[2])[:400]
             spans = [(s[side], s[2]) for s in shown]
             ax.broken_barh(spans, (y - 0.275, 0.55), facecolor=CARRY, edgecolor="white", hatch="////", lw=0)
@@ -142,7 +168,15 @@ class RowDiff(LiveView):
         ax.set_yticks([1, 0], [f"A {self.strips[0].rollout_id}", f"B {self.strips[1].rollout_id}"], fontsize=8)
         ax.set_xlim(0, longest)
         ax.grid(visible=False)
-        ax.set_xlabel("position; hatched: the same ids in both, solid: only here, dashed: first diverging id")
+        ax.set_xlabel("position in the row")
+        marks: list[Any] = [
+            Patch(facecolor=CARRY, edgecolor="white", hatch="////", lw=0, label="the same ids in both"),
+            Patch(facecolor=_OWN, lw=0, label="only in this row"),
+        ]
+        if self.first is not None:
+            marks.append(Line2D([], [], color=REJECTED, lw=1.6, ls="--", label=f"first diverging id: {self.first:,}"))
+        ax.set_title("A against B, id for id")
+        legend_beside_title(ax, handles=marks)
         return figure
 
     def html(self) -> str:

@@ -8,12 +8,13 @@ signal with its reason, never a zero.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import polars as pl
 
-from workbench.inspect.ids import short_id
+from workbench.inspect.ids import call_name
 from workbench.inspect.roles import NAMES, Roles, roles_of
 from workbench.inspect.text import Piece, Slots, slots_of
 from workbench.runs.vocabulary import Vocabulary
@@ -24,9 +25,14 @@ NOT_SCORED = "the trainer has not scored these tokens"
 
 
 def strip_columns(
-    tokens: pl.DataFrame, vocabulary: Vocabulary | None, *, routes: list[list[Any]] | str
+    tokens: pl.DataFrame,
+    vocabulary: Vocabulary | None,
+    *,
+    routes: list[list[Any]] | str,
+    order_of: Mapping[str, int],
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Words (JSON) and columns of a token frame; `routes` is `[start, coverage]` spans or why there are none."""
+    """Words (JSON) and columns of a token frame; `routes` is `[start, coverage]` spans or why there are none,
+    `order_of` the places of the calls in their ledger, as far as they are known."""
     ids_T = tokens["token_id"].to_numpy().astype(np.uint64)
     sampled_T = tokens["sampled"].to_numpy().astype(bool)
     slots, roles = text_of(ids_T, vocabulary)
@@ -50,7 +56,7 @@ def strip_columns(
         "kinds": [KINDS[piece.kind] for piece in slots.pieces],
         "breaks": [slot for slot, piece in enumerate(slots.pieces) if piece.breaks],
         "joins": [[p.start, p.stop, p.shown, KINDS[p.kind]] for p in slots.joins],
-        "calls": call_starts(tokens),
+        "calls": call_starts(tokens, order_of),
         "roles": _runs(pl.Series(roles.role)),
         "role_names": NAMES,
         "versions": versions,
@@ -73,12 +79,12 @@ def text_of(ids_T: np.ndarray, vocabulary: Vocabulary | None) -> tuple[Slots, Ro
     return Slots(ids_D, slot_T, pieces, []), nothing
 
 
-def call_starts(tokens: pl.DataFrame) -> list[list[Any]]:
-    """`[start, call id, short id, weight version]` of each stretch of one call, in order."""
+def call_starts(tokens: pl.DataFrame, order_of: Mapping[str, int]) -> list[list[Any]]:
+    """`[start, call id, name, weight version, place in the ledger or null]` of each stretch of one call, in order."""
     rollout_id = tokens["rollout_id"][0] if tokens.height else ""
     versions = tokens["weight_version"]
     return [
-        [start, call, short_id(call, rollout_id) if call else "?", versions[start]]
+        [start, call, call_name(call, rollout_id, order_of), versions[start], order_of.get(call)]
         for start, call in _runs(tokens["model_call_id"])
     ]
 

@@ -1,8 +1,8 @@
 """Style: one look for every picture, the same pixels at every run.
 
-Blue is what is trained, orange is what the policy sampled, grey is context; each colour has a second channel beside it
-(hatch, line weight, marker, underline), so nothing is said by hue alone. Agg is used through `Figure` objects, never
-through pyplot: no global state, no back end switched under the reader's feet.
+Blue is the terminal chain, and whatever is said of a whole run; orange is what the policy sampled, grey is context;
+each colour has a second channel beside it (hatch, line weight, marker, underline), so nothing is said by hue alone. Agg
+is used through `Figure` objects, never through pyplot: no global state, no back end switched under the reader's feet.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MUTED = "#7b8794"
 FAINT = "#cbd2d9"
 PAPER = "#ffffff"
 GRID = "#e4e7eb"
-TRAINED = "#1f5fa8"
+BLUE = "#1f5fa8"
 CARRY = "#b8cfe8"
 SAMPLED = "#e8872b"
 REJECTED = "#8a1c4a"
@@ -81,9 +81,14 @@ def panels(height_in: float, rows: int = 1, columns: int = 1, **grid: Any) -> tu
     return figure, axes
 
 
-def legend_beside_title(ax: Axes, columns: int = 3) -> None:
-    """The legend on the title's line, at the right, where it hides no mark."""
-    ax.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=columns, fontsize=8.5, borderaxespad=0.15)
+def legend_beside_title(ax: Axes, columns: int = 3, handles: list[Any] | None = None) -> None:
+    """The legend on the title's line, at the right, where it hides no mark; without `handles` of what is drawn."""
+    marks = handles or ax.get_legend_handles_labels()[0]
+    look: dict[str, Any] = {"handlelength": 1.5, "columnspacing": 1.0} if len(marks) > 3 else {}
+    ax.legend(
+        handles=marks, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=columns, fontsize=8.5, borderaxespad=0.15,
+        **look,
+    )  # fmt: skip
 
 
 def png_bytes(figure: Figure) -> bytes:
@@ -110,3 +115,17 @@ def say_nothing_to_show(ax: Axes, reason: str) -> None:
     ax.set_yticks([])
     ax.grid(False)
     ax.text(0.5, 0.5, reason, transform=ax.transAxes, ha="center", va="center", color=MUTED, wrap=True)
+
+
+def bar_list(ax: Axes, names: list[str], counts: list[int], title: str, total: int | None = None) -> None:
+    """Hatched bars under one another, each with its number, and its share of `total` where that is given."""
+    ax.barh(range(len(names)), counts, height=0.62, color=REJECTED, hatch="////", edgecolor="white", lw=0)
+    for y, value in enumerate(counts):
+        share = f" ({value / total:.1%})" if total else ""
+        ax.text(value, y, f" {value:,}{share}", va="center", fontsize=8.5)
+    ax.grid(visible=False)
+    ax.set_yticks(range(len(names)), names)
+    ax.set_xticks([])
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.set_xlim(0, max(counts) * 1.6)
+    ax.set_title(title)

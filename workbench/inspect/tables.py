@@ -16,11 +16,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from workbench.inspect import html as markup
+from workbench.inspect.causes import explain, is_known
 from workbench.inspect.ids import short_id
 from workbench.inspect.snapshot import LiveView
-from workbench.inspect.style import REJECTED, panels, say_nothing_to_show
+from workbench.inspect.style import bar_list, panels, say_nothing_to_show
 from workbench.runs.drift import drift_frame
-from workbench.wire import Cause
 
 if TYPE_CHECKING:
     from workbench.inspect.live.poison import PoisonAndChain
@@ -60,6 +60,8 @@ class PoisonTable(LiveView):
             maintain_order="left",
         )
         self.drift = drift_frame(run, limit=5 * _DRIFTS)
+        # A ledger written elsewhere names unresolved calls and does not diagnose them.
+        self.drift_is_known = self.drift["near_call_id"].count() + self.drift["drift"].count() > 0
         self.failures = (
             calls.filter(pl.col("failure_reason").is_not_null())
             .group_by("failure_reason", "detail")
@@ -94,27 +96,21 @@ class PoisonTable(LiveView):
             figure, (only,) = panels(0.7)
             say_nothing_to_show(only, self.sentence().removeprefix("Causes · "))
             return figure
-        figure, (matrix, totals) = panels(1.45 + 0.36 * len(names), columns=2, width_ratios=[2.1, 1])
+        counts, height = shown["rollouts"].to_list(), 1.45 + 0.36 * len(names)
+        more = "" if len(names) == self.causes.height else f"; {len(names)} of {self.causes.height} causes, all below"
+        title = f"of {self.total:,} rollouts{more}"
+        if self.by_step.is_empty():
+            figure, (only,) = panels(height - 0.5)
+            bar_list(only, names, counts, f"rejected, {title}", self.total)
+            return figure
+        figure, (matrix, totals) = panels(height, columns=2, width_ratios=[2.1, 1])
         self._draw_matrix(matrix, names)
-        counts = shown["rollouts"].to_list()
-        totals.barh(range(len(names)), counts, height=0.62, color=REJECTED, hatch="////", edgecolor="white", lw=0)
-        for y, value in enumerate(counts):
-            totals.text(value, y, f" {value:,} ({value / self.total:.1%})", va="center", fontsize=8.5)
-        totals.grid(visible=False)
+        bar_list(totals, names, counts, title, self.total)
         totals.set_yticks([])
-        totals.set_xticks([])
-        totals.set_ylim(len(names) - 0.5, -0.5)
-        totals.set_xlim(0, max(counts) * 1.6)
-        totals.set_title(f"of {self.total:,} rollouts")
         return figure
 
     def _draw_matrix(self, ax: Axes, names: list[str]) -> None:
         """Counts by cause and step; more than 24 steps are gathered into equal ranges."""
-        if self.by_step.is_empty():
-            say_nothing_to_show(ax, "no optimiser steps: by cause only")
-            ax.set_yticks(range(len(names)), names)
-            ax.set_ylim(len(names) - 0.5, -0.5)
-            return
         first, last = min([1, *self.by_step["step"].to_list()]), self.last_step
         size = max(1, -(-(last - first + 1) // 24))
         bins = (last - first) // size + 1
@@ -136,25 +132,28 @@ class PoisonTable(LiveView):
     def html(self) -> str:
         parts = [markup.line(self.sentence(), strong=True)]
         if self.causes.height:
-            header = ("cause", "rollouts", "share", "steps", "what it means", "example", "where", "detail")
+            header = ("cause, and what it means", "rollouts", "share", "steps", "example, and where in it", "detail")
             parts.append(markup.table(header, [self._cause_row(row) for row in self.causes.to_dicts()]))
         if self.failures.height:
             calls = int(self.failures["calls"].sum())
             parts.append(
                 markup.line(
-                    f"{markup.count(calls, 'call')} left no tokens; only those that bear on the trained chain reject "
+                    f"{markup.count(calls, 'call')} left no tokens; only those that bear on the terminal chain reject "
                     "their rollout."
                 )
             )
-            columns = ("reason", "detail", "calls", "rollouts", "what it means", "example")
+            columns = ("reason, and what it means", "detail", "calls", "rollouts", "example")
             shown = self.failures.head(30).to_dicts()
             parts.append(markup.table(columns, [self._failure_row(row) for row in shown]))
             if self.failures.height > len(shown):
                 parts.append(
                     markup.line(f"Showing {len(shown)} of {self.failures.height:,}; all: .failures", muted=True)
                 )
-        if self.drift.height:
-            places = ("drift", "rollout", "call", "nearly continues", "item", "where", "was", "came", "first token")
+        if self.drift.height and not self.drift_is_known:
+            words = f"What differed in the {markup.count(self.drift.height, 'unresolved call')} is not recorded here."
+            parts.append(markup.line(words, muted=True))
+        elif self.drift.height:
+            places = ("drift", "rollout, and call", "nearly continues, and differs in", "was", "came", "first token")
             parts.append(markup.table(places, [self._drift_row(row) for row in self.drift.head(_DRIFTS).to_dicts()]))
             if self.drift.height > _DRIFTS:
                 parts.append(markup.line(f"Showing {_DRIFTS} of {self.drift.height:,}; all: .drift", muted=True))
@@ -163,13 +162,14 @@ class PoisonTable(LiveView):
     @staticmethod
     def _drift_row(row: dict[str, Any]) -> list[markup.Cell | str]:
         near, item, token = row["near_call_id"], row["near_item"], row["token_position"]
+        parts = (None if item is None else f"item {item}", row["near_path"])
         return [
             markup.Cell(row["cause"] or "–", strong=True),
-            row["rollout_id"],
-            short_id(row["model_call_id"], row["rollout_id"]),
-            "–" if near is None else short_id(near, row["rollout_id"]),
-            markup.Cell("–" if item is None else str(item), right=True),
-            row["near_path"] or "–",
+            markup.Cell(row["rollout_id"], under=f"call {short_id(row['model_call_id'], row['rollout_id'])}"),
+            markup.Cell(
+                "–" if near is None else f"call {short_id(near, row['rollout_id'])}",
+                under=", ".join(part for part in parts if part),
+            ),
             row["near_was"] if row["near_was"] is not None else "–",
             row["near_came"] if row["near_came"] is not None else "–",
             "–" if token is None else f"{token} (id {row['token_id']})",
@@ -182,26 +182,25 @@ class PoisonTable(LiveView):
 
     def _cause_row(self, row: dict[str, Any]) -> list[markup.Cell | str]:
         first, last = row["first_step"], row["last_step"]
+        where = place_of(row["call_id"], row["position"], row["example"]).removeprefix("–")
         steps = "–" if first is None else str(first) if first == last else f"{first}–{last}"
         return [
-            markup.Cell(row["cause"], strong=True),
+            markup.Cell(row["cause"], strong=True, under=explain(row["cause"])),
             markup.Cell(f"{row['rollouts']:,}", right=True),
             markup.Cell(f"{row['rollouts'] / self.total:.1%}", right=True),
             steps,
-            explain(row["cause"]),
-            row["example"],
-            place_of(row["call_id"], row["position"], row["example"]),
+            markup.Cell(row["example"], under=where),
             markup.Cell(row["detail"] or "", muted=True),
         ]
 
     @staticmethod
     def _failure_row(row: dict[str, Any]) -> list[markup.Cell | str]:
+        meaning = explain(row["detail"]) if is_known(row["detail"]) else explain(row["failure_reason"])
         return [
-            markup.Cell(row["failure_reason"], strong=True),
+            markup.Cell(row["failure_reason"], strong=True, under=meaning),
             row["detail"] or "–",
             markup.Cell(f"{row['calls']:,}", right=True),
             markup.Cell(f"{row['rollouts']:,}", right=True),
-            explain(row["detail"]) if row["detail"] in _CAUSES else explain(row["failure_reason"]),
             row["example"],
         ]
 
@@ -210,12 +209,3 @@ def place_of(call_id: str | None, position: int | None, rollout_id: str) -> str:
     """Where verification failed, as far as it is known: "call 1a2b3c4d, token 17"."""
     where = "–" if call_id is None else f"call {short_id(call_id, rollout_id)}"
     return where if position is None else f"{where}, token {position:,}"
-
-
-_CAUSES = {cause.value: cause for cause in Cause}
-
-
-def explain(cause: str) -> str:
-    """The vocabulary's one line for a cause; a foreign one says that it is not in the vocabulary."""
-    known = _CAUSES.get(cause)
-    return known.explanation if known is not None else "Not in the vocabulary of causes."

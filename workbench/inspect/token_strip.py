@@ -19,12 +19,12 @@ from matplotlib.figure import Figure
 from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
 from workbench.inspect.custody import Custody, custody_of, custody_of_call, rollout_row
-from workbench.inspect.ids import short_id
+from workbench.inspect.ids import call_name, check_rollout_id
 from workbench.inspect.roles import roles_of
 from workbench.inspect.routes import route_spans
 from workbench.inspect.snapshot import LiveView
 from workbench.inspect.strip_columns import strip_columns
-from workbench.inspect.style import CARRY, MUTED, SAMPLED, TRAINED, panels, say_nothing_to_show
+from workbench.inspect.style import BLUE, CARRY, MUTED, SAMPLED, panels, say_nothing_to_show
 from workbench.inspect.text import Piece, pieces_of
 from workbench.runs.vocabulary import Vocabulary
 
@@ -52,8 +52,9 @@ class TokenStrip(LiveView):
     """The tokens of one rollout, or of the path from its root to `call_id`.
 
     `source` is a run (anything with `.tokens()` and `.vocabulary()`) or a token frame, which then needs a
-    `vocabulary` to be shown as text; without one the ids themselves are shown. Raises RunStoreError for an unknown
-    rollout, for one without staged tokens, and for a ledger, which holds none.
+    `vocabulary` to be shown as text; without one the ids themselves are shown. `start` is the first token that the
+    snapshot writes out. Raises RunStoreError for an unknown rollout, for one without staged tokens, for a ledger, which
+    holds none, and for a `start` beyond the row.
     """
 
     def __init__(
@@ -66,9 +67,12 @@ class TokenStrip(LiveView):
         start: int = 0,
         max_tokens: int = 1_500,
     ) -> None:
+        check_rollout_id(rollout_id, "TokenStrip")
         if isinstance(source, pl.DataFrame):
             self.tokens = source
         elif rollout_id is None:
+            if source.calls.is_empty():
+                raise RunStoreError(f"Run {getattr(source, 'name', '?')} has no calls yet; there are no tokens to show")
             raise RunStoreError("Expected a rollout id beside the run: TokenStrip(run, rollout_id)")
         else:
             self.tokens = source.tokens(rollout_id, call_id)
@@ -79,9 +83,16 @@ class TokenStrip(LiveView):
                     vocabulary = None
         self.rollout_id: str = self.tokens["rollout_id"][0] if self.tokens.height else str(rollout_id)
         self.vocabulary = vocabulary
-        self.custody = _custody(source, self.rollout_id, call_id)
+        calls = None if isinstance(source, pl.DataFrame) else source.calls.filter(rollout_id=self.rollout_id)
+        self.order_of: dict[str, int] = {} if calls is None else dict(calls.select("model_call_id", "order").rows())
+        self.custody = _custody(source, calls, self.rollout_id, call_id)
         self.routes = route_spans(source, self.rollout_id, self.tokens)
-        self.start = max(0, min(start, max(0, self.tokens.height - 1)))
+        if not 0 <= start < max(1, self.tokens.height):
+            raise RunStoreError(
+                f"Rollout {self.rollout_id} has {self.tokens.height:,} tokens, 0 to {self.tokens.height - 1:,}; "
+                f"start={start:,} is none of them"
+            )
+        self.start = start
         self.stop = min(self.tokens.height, self.start + max_tokens)
 
     @cached_property
@@ -110,7 +121,7 @@ class TokenStrip(LiveView):
 
     def columns(self) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Words and columns of the live view (see `strip_columns`)."""
-        return strip_columns(self.tokens, self.vocabulary, routes=self.routes)
+        return strip_columns(self.tokens, self.vocabulary, routes=self.routes, order_of=self.order_of)
 
     def make_live(self) -> StripWidget:
         from workbench.inspect.live.strip import StripWidget
@@ -125,21 +136,23 @@ class TokenStrip(LiveView):
         share = ribbon["sampled"].to_numpy()
         roles.fill_between(x, 0.45 * (share < 1), color=CARRY, step="mid", lw=0)
         roles.fill_between(x, share, color=SAMPLED, step="mid", lw=0)
-        roles.set_yticks([])
+        # Each word at the height that it explains: what was carried is low, what was sampled is high.
+        roles.set_yticks([0.2, 0.78], ["carried", "sampled"], fontsize=8)
+        roles.tick_params(axis="y", length=0)
         roles.set_xticks([])
         roles.grid(False)
-        roles.set_ylabel("carried ▁\nsampled █", fontsize=8, rotation=0, ha="right", va="center")
         roles.spines["left"].set_visible(False)
         roles.set_ylim(0, 1)
         calls = self.tokens["model_call_id"].to_list()
         starts = [i for i in range(len(calls)) if i == 0 or calls[i] != calls[i - 1]]
-        for n, at in enumerate(starts if len(starts) <= 40 else []):
+        for at in starts if len(starts) <= 40 else []:
             roles.axvline(at - 0.5, color="black", lw=1.0)
-            if len(starts) <= 14:
-                roles.text(at, 1.12, f" call {n + 1}", fontsize=7, va="bottom", transform=roles.get_xaxis_transform())
+            order = self.order_of.get(calls[at])
+            if len(starts) <= 14 and order is not None:
+                roles.text(at, 1.12, f" #{order}", fontsize=7, va="bottom", transform=roles.get_xaxis_transform())
 
         some = ribbon.drop_nulls("logprob")
-        likely.vlines(some["position"].to_numpy(), some["logprob"].to_numpy(), 0, color=TRAINED, lw=width)
+        likely.vlines(some["position"].to_numpy(), some["logprob"].to_numpy(), 0, color=BLUE, lw=width)
         likely.set_ylabel("sampler\nlog-prob", fontsize=8)
         likely.set_xticks([])
         for ax in (roles, likely, delta):
@@ -149,7 +162,7 @@ class TokenStrip(LiveView):
             say_nothing_to_show(delta, "the trainer has not scored these tokens")
             return figure
         place_T, d_T = known["position"].to_numpy(), known["delta"].to_numpy()
-        delta.vlines(place_T[d_T < 0], d_T[d_T < 0], 0, color=TRAINED, lw=width)
+        delta.vlines(place_T[d_T < 0], d_T[d_T < 0], 0, color=BLUE, lw=width)
         delta.vlines(place_T[d_T >= 0], 0, d_T[d_T >= 0], color=SAMPLED, lw=width)
         delta.axhline(0, color=MUTED, lw=0.8)
         delta.set_ylabel("Δ trainer", fontsize=8)
@@ -160,6 +173,8 @@ class TokenStrip(LiveView):
         parts = [markup.line(self.sentence(), strong=True)]
         if self.custody.state != "unknown":
             parts.append(markup.line(f"Custody: {self.custody.sentence()}"))
+        if self.custody.meaning:
+            parts.append(markup.line(self.custody.meaning, muted=True))
         if self.vocabulary is None:
             parts.append(markup.line("No vocabulary at hand: ids are shown, not text.", muted=True))
         parts.append(self.text_block())
@@ -200,16 +215,15 @@ class TokenStrip(LiveView):
         else:
             pieces = pieces_of(ids, self.vocabulary)
         sampled, calls = shown["sampled"].to_list(), shown["model_call_id"].to_list()
-        order = {call: n for n, call in enumerate(dict.fromkeys(self.tokens["model_call_id"].to_list()), start=1)}
         versions = shown["weight_version"].to_list()
         out: list[str] = []
         last_call = None
         for piece in pieces:
             call = calls[piece.start]
             if call != last_call:
-                name = short_id(call, self.rollout_id) if call else "?"
+                name = call_name(call, self.rollout_id, self.order_of)
                 version = "" if versions[piece.start] is None else f" · weights v{versions[piece.start]}"
-                out.append(f'<span style="{_CALL}">call {order[call]} · {markup.escape(name)}{version}</span>')
+                out.append(f'<span style="{_CALL}">call {markup.escape(name)}{version}</span>')
                 last_call = call
             here = mark is not None and piece.start <= mark - self.start < piece.stop
             stray = bool(self.flagged[self.start + piece.start])
@@ -217,10 +231,9 @@ class TokenStrip(LiveView):
         return "".join(out)
 
 
-def _custody(source: Any, rollout_id: str, call_id: str | None) -> Custody:
-    if isinstance(source, pl.DataFrame):
+def _custody(source: Any, calls: pl.DataFrame | None, rollout_id: str, call_id: str | None) -> Custody:
+    if calls is None:
         return custody_of(None, None, from_run=False)
-    calls = source.calls.filter(pl.col("rollout_id") == rollout_id)
     rollout = rollout_row(source, rollout_id)
     return custody_of(rollout, calls) if call_id is None else custody_of_call(rollout, calls, call_id)
 

@@ -11,21 +11,33 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from workbench.wire import CallRecord
+from typing import Protocol
 
 SELECTED = "selected"
 
 
+class Link(Protocol):
+    """What the walk looks at; a `CallRecord` is one."""
+
+    @property
+    def model_call_id(self) -> str: ...
+    @property
+    def parent_call_id(self) -> str | None: ...
+    @property
+    def admitted_at(self) -> float | None: ...
+
+
 @dataclass(frozen=True)
 class Selection:
-    """`terminal` is a model call id, or None; `reason` is `selected` or why nothing was."""
+    """`terminal` is a model call id, or None; `reason` is `selected` or why nothing was; `candidates` are, for
+    `ambiguous_terminal`, the calls that could not be told apart."""
 
     terminal: str | None
     reason: str
+    candidates: tuple[str, ...] = ()
 
 
-def select_terminal(records: Sequence[CallRecord]) -> Selection:
+def select_terminal(records: Sequence[Link]) -> Selection:
     """Walk the parent links of a manifest's records, in manifest order, to the call that ends the trajectory.
 
     Reasons: `selected`, `no_records`, `duplicate_call_id`, `orphaned_row` (a parent that is not there), `no_root`,
@@ -55,8 +67,9 @@ def select_terminal(records: Sequence[CallRecord]) -> Selection:
     call_id = next((root for root in in_order if children[root]), in_order[0])
     while following := children[call_id]:
         if len(following) > 1:
+            alike = following
             following = [child for child in following if children[child]]
-        if len(following) != 1:
-            return Selection(None, "ambiguous_terminal")
+            if len(following) != 1:
+                return Selection(None, "ambiguous_terminal", tuple(following or alike))
         call_id = following[0]
     return Selection(call_id, SELECTED)

@@ -61,7 +61,7 @@ def sentences(drift: pl.DataFrame) -> list[str]:
     """One sentence a row of `drift_frame`, for a terminal."""
     told = []
     for row in drift.iter_rows(named=True):
-        words = f"call {row['model_call_id']} is unresolved ({row['cause']})"
+        words = f"call {row['model_call_id']} is unresolved ({row['cause'] or 'why is not recorded'})"
         if row["near_call_id"] is not None:
             words += f": it nearly continues call {row['near_call_id']}"
         if row["drift"] is not None:

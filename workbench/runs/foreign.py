@@ -19,9 +19,11 @@ import polars as pl
 from workbench.errors import LedgerCorrupt, RunStoreError
 from workbench.ledger import LedgerStore, assemble_receipt
 from workbench.runs.custody import ledger_files, ledger_rows, rollout_of
+from workbench.runs.damage import in_short, torn_lines
 from workbench.runs.frames import frame_of
+from workbench.runs.reader import Run, is_ledger, open
 from workbench.runs.relations import relate
-from workbench.wire import RolloutReceipt
+from workbench.wire import Cause, RolloutReceipt
 
 
 def open_ledger(path: str | PathLike[str]) -> ForeignLedger:
@@ -32,6 +34,12 @@ def open_ledger(path: str | PathLike[str]) -> ForeignLedger:
     return ForeignLedger(directory)
 
 
+def open_any(path: str | PathLike[str]) -> Run | ForeignLedger:
+    """The run in a directory, or the ledgers where it holds no run. Raises RunStoreError where it holds neither."""
+    directory = Path(path)
+    return open_ledger(directory) if is_ledger(directory) else open(directory)
+
+
 class ForeignLedger:
     """Custody without tokens. Frames are built when first asked for."""
 
@@ -40,14 +48,21 @@ class ForeignLedger:
         self._store = LedgerStore(path)
         self._receipts: dict[str, RolloutReceipt] = {}
         self._frames: dict[str, pl.DataFrame] = {}
+        self._broken: list[str] = []
 
     def __repr__(self) -> str:
         calls, rollouts = self.calls, self.rollouts
-        failed = int(calls["failure_reason"].is_not_null().sum())
         return (
-            f"Ledger {self.path.name} · {rollouts.height:,} rollouts · {calls.height:,} calls ({failed:,} failed or "
-            f"unresolved) · {int(rollouts['cause'].is_null().sum()):,} rollouts with a terminal call · no tokens"
+            f"Ledger {self.path.name} · {rollouts.height:,} rollouts, {rollouts['cause'].count():,} of them rejected · "
+            f"{calls.height:,} calls, {calls['failure_reason'].count():,} of them failed or unresolved · no tokens"
+            f"{in_short(self.damage, self.path)}"
         )
+
+    @property
+    def damage(self) -> list[str]:
+        """One sentence for each ledger line that could not be read, with its file and place; usually none."""
+        self._build()
+        return [*self._broken, *torn_lines(ledger_files(self.path))]
 
     @property
     def calls(self) -> pl.DataFrame:
@@ -86,7 +101,10 @@ class ForeignLedger:
                 receipt = self.receipt(rollout_id)
                 recorded = ledger_rows(path)
             except (LedgerCorrupt, RunStoreError) as error:
-                rollouts.append({"rollout_id": rollout_id, "cause": "orphaned_row", "detail": str(error)})
+                # Without its ledger nothing can be received of the rollout; the detail names file and line.
+                cause = Cause.MISSING_RECEIPT.value
+                rollouts.append({"rollout_id": rollout_id, "cause": cause, "detail": str(error)})
+                self._broken.append(str(error))
                 continue
             chain = _chain(receipt)
             for call, word in zip(recorded, relate(recorded, chain), strict=True):

@@ -3,13 +3,16 @@
 In: dicts or part files of a run. Out: frames with the columns of `schema`, in that order, then the columns that reading
 adds (declared in `ADDED`, below), then whatever scalar extras a JSON line carries. Invariants: a declared column is
 always there, null where the file does not know it; ids are in every row; a torn last line is not an error, a broken
-line before others is.
+line before others is one to whoever goes on from the file (`read_lines`), and is named to whoever only looks
+(`scan_lines`).
 Not here: which files belong to a run (reader), what the columns mean beyond their declaration (schema).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +35,12 @@ ADDED: dict[str, tuple[Column, ...]] = {
         Column("run", "str", "", "run"),
         Column("step", "i64", "", "optimiser step the group was sampled for"),
         Column("verified", "bool", "", "the row passed every check of the verifier"),
+        Column("trained_step", "i64", "", "optimiser step with tokens of it in the loss; null: none had"),
     ),
     "calls": (
         Column("run", "str", "", "run"),
         Column("order", "i64", "", "place in the ledger, from 1; failures where they happened"),
-        Column("relation", "str", "", "trained, candidate, retry, branch, side_root, failed or unresolved"),
+        Column("relation", "str", "", "chain, earliest, retry, branch, side_root, failed or unresolved"),
         Column("near_call_id", "str", "", "recorded call that an unresolved one nearly continues"),
         Column("near_item", "i64", "items", "first item of its request that differs, from 0"),
         Column("near_path", "str", "", "where in that item, e.g. content or tool_calls[0].function.arguments.query"),
@@ -98,31 +102,60 @@ def _is_scalar(value: Any) -> bool:
     return value is not None and isinstance(value, (str, int, float, bool))
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a JSONL file, oldest first; `[]` where there is no file.
+@dataclass
+class Lines:
+    """What a JSONL file holds: its objects, oldest first, one sentence for each line that is none, and whether the last
+    line is torn (somebody is writing it, or was killed)."""
 
-    The last line may be torn (somebody is writing, or was killed): it is left out. Raises RunStoreError with file and
-    line for any other line that is not an object.
-    """
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    torn: bool = False
+
+
+def scan_lines(path: Path) -> Lines:
+    """Everything in a JSONL file that can be read; nothing where there is no file."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        return []
+        return Lines()
     whole = data.rfind(b"\n") + 1
-    rows: list[dict[str, Any]] = []
-    for number, line in enumerate(data[:whole].splitlines(), start=1):
+    lines = Lines(torn=whole < len(data))
+    for number, line in enumerate(data[:whole].split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
             row = orjson.loads(line)
         except orjson.JSONDecodeError as error:
-            raise RunStoreError(
-                f"{path}, line {number} is not JSON ({error}); the lines after it are not read"
-            ) from error
-        if not isinstance(row, dict):
-            raise RunStoreError(f"{path}, line {number}: expected an object, got {type(row).__name__}")
-        rows.append(row)
-    return rows
+            lines.broken.append(f"{path}, line {number} is not JSON ({error})")
+            continue
+        if isinstance(row, dict):
+            lines.rows.append(row)
+        else:
+            lines.broken.append(f"{path}, line {number}: expected an object, got {type(row).__name__}")
+    return lines
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a JSONL file, oldest first; `[]` where there is no file.
+
+    A torn last line is left out. Raises RunStoreError with file and line for any other line that is not an object.
+    """
+    lines = scan_lines(path)
+    if lines.broken:
+        raise RunStoreError(lines.broken[0])
+    return lines.rows
+
+
+def has_torn_line(path: Path) -> bool:
+    """Whether the last line of a file has no end; looks at one byte."""
+    try:
+        with path.open("rb") as handle:
+            if handle.seek(0, os.SEEK_END) == 0:
+                return False
+            handle.seek(-1, os.SEEK_END)
+            return handle.read(1) != b"\n"
+    except FileNotFoundError:
+        return False
 
 
 def read_parts(table: str, paths: Iterable[Path], columns: Sequence[str] | None = None) -> pl.DataFrame:
@@ -137,18 +170,27 @@ def read_parts(table: str, paths: Iterable[Path], columns: Sequence[str] | None 
     names = list(columns) if columns is not None else [column.name for column in schema.columns(table)]
     dtypes = schema.polars_schema(table)
     empty = pl.DataFrame(schema={name: dtypes[name] for name in names})
-    frames = []
+    declared = schema.arrow_schema(table)
+    expected = pa.schema([declared.field(name) for name in names])
+    parts = []
     for path in paths:
         try:
             # Not Polars' own reader: it looks at no checksum, and panics on a damaged page.
-            with pq.ParquetFile(path, page_checksum_verification=True) as part:
-                missing = [name for name in names if name not in part.schema_arrow.names]
+            with pa.OSFile(str(path)) as file, pq.ParquetFile(file, page_checksum_verification=True) as part:
+                there = set(part.schema_arrow.names)
+                missing = [name for name in names if name not in there]
                 if missing:
                     raise RunStoreError(f"{path} is not a part of table {table}: it lacks {', '.join(missing)}")
-                frame = pl.DataFrame(pl.from_arrow(part.read(names, use_threads=False))).select(names)
-            frames.append(pl.concat([empty, frame], how="vertical"))
+                found = part.read(names, use_threads=False).select(names)
+            if not found.schema.equals(expected):
+                # Other spellings of the same dtypes pass, and other dtypes do not.
+                found = pl.concat([empty, pl.DataFrame(pl.from_arrow(found))]).to_arrow().cast(expected)
+            parts.append(found)
         except FileNotFoundError:
             continue
         except (pa.ArrowException, OSError, ValueError, pl.exceptions.PolarsError) as error:
             raise RunStoreError(f"{path} is not a readable part of table {table}: {error}") from error
-    return pl.concat([empty, *frames], how="vertical")
+    if not parts:
+        return empty
+    # Turned into a frame once, not part by part: that took longer than reading them.
+    return pl.concat([empty, pl.DataFrame(pl.from_arrow(pa.concat_tables(parts)))])

@@ -6,14 +6,14 @@
     run.receipt(rollout_id)             the receipt as a wire record
 
 Invariants: ids are in every row of every frame; a frame is read again only when its files have changed; a
-reader never writes into a run. A part that is there is whole (the writer renames), a line
-that is torn is not there yet. Frames of things hold no token arrays; those come on demand.
+reader never writes into a run. A part that is there is whole (the writer renames). A line that cannot be read costs
+itself and not the sight of the others, and `run.damage` (and the run's own sentence) says that it is missing. Frames
+of things hold no token arrays; those come on demand.
 Not here: which columns there are (schema, frames), foreign ledgers (foreign), proving digests (campaign.verify_run).
 """
 
 from __future__ import annotations
 
-import fcntl
 from collections.abc import Callable
 from functools import partial
 from os import PathLike
@@ -25,28 +25,44 @@ import polars as pl
 
 from workbench.errors import RunStoreError
 from workbench.runs import frames
+from workbench.runs.condition import is_being_written, read_recipe, read_status
 from workbench.runs.custody import known_calls, ledger_files, recorded_calls
+from workbench.runs.damage import in_short, torn_lines
 from workbench.runs.staged import staged_call
 from workbench.runs.tokens import call_path_tokens, row_tokens, sampled_logprobs
+from workbench.runs.trained import trained_steps
 from workbench.runs.vocabulary import Vocabulary, load_vocabulary
 from workbench.wire import RolloutReceipt, StagedCall
 
+_JOURNALS = ("steps", "groups", "events")
+_MARKS = ("status.json", "events.jsonl", "steps.jsonl", "groups.jsonl")
 _STATES = {"running": "running", "done": "finished", "failed": "failed", "killed": "interrupted"}
 
 
-def _is_verified(row: dict[str, Any]) -> bool:
-    # A valid row without a receipt's terminal was echoed: there was nothing to verify it by.
-    return row["sample_mask"] == 1 and row["terminal_selection"] is not None
+# A valid row without a receipt's terminal was echoed: there was nothing to verify it by.
+_IS_VERIFIED = ((pl.col("sample_mask") == 1) & pl.col("terminal_selection").is_not_null()).fill_null(False)
+
+
+def _is_run(directory: Path) -> bool:
+    return directory.is_dir() and any((directory / mark).exists() for mark in _MARKS)
+
+
+def is_ledger(directory: Path) -> bool:
+    """Whether a directory holds ledgers and is no run."""
+    return directory.is_dir() and not _is_run(directory) and bool(ledger_files(directory))
 
 
 def open(path: str | PathLike[str]) -> Run:
     """The run in a directory. Raises RunStoreError when it holds no run; an unfinished or crashed one opens."""
     directory = Path(path)
-    marks = ("status.json", "events.jsonl", "steps.jsonl", "groups.jsonl")
-    if not directory.is_dir() or not any((directory / mark).exists() for mark in marks):
+    if not _is_run(directory):
+        if is_ledger(directory):
+            raise RunStoreError(
+                f"{directory} holds ledgers and no run: open it with workbench.runs.open_ledger({str(directory)!r})"
+            )
         beside = sorted(p.parent.name for p in directory.parent.glob("*/status.json"))[:5]
         hint = f"; runs beside it: {', '.join(beside)}" if beside else ""
-        raise RunStoreError(f"No run in {directory}: expected one of {', '.join(marks)} there{hint}")
+        raise RunStoreError(f"No run in {directory}: expected one of {', '.join(_MARKS)} there{hint}")
     return Run(directory)
 
 
@@ -67,8 +83,22 @@ class Run:
         version = "" if row["weight_version"] is None else f" · weight version {row['weight_version']}"
         return (
             f"Run {row['run']} · {row['state']} · {row['steps']} steps · {row['groups']} groups · "
-            f"{row['valid_rollouts']} of {row['rollouts']} rollouts valid{version}"
+            f"{row['valid_rollouts']} of {row['rollouts']} rollouts valid{version}{in_short(self.damage, self.path)}"
         )
+
+    @property
+    def damage(self) -> list[str]:
+        """One sentence for each line of the run's files that could not be read, with its file and place; usually none.
+
+        The line that a running campaign is just writing does not count.
+        """
+        told = [words for name in _JOURNALS for words in self._scanned(name).broken]
+        if self._stored_recipe() is None:
+            told.append(f"{self.path / 'recipe.yaml'} is not YAML")
+        if not is_being_written(self.path):
+            files = [self.path / f"{name}.jsonl" for name in _JOURNALS] + ledger_files(self.path / "ledger")
+            told += self._cached("torn", files, lambda: torn_lines(files))
+        return told
 
     # -- frames ------------------------------------------------------------------------------------------------
 
@@ -110,7 +140,7 @@ class Run:
     @property
     def rollouts(self) -> pl.DataFrame:
         """One row a finalised rollout, by group and index; placeholders have their cause."""
-        paths = [*self._parts("rows"), self.path / "groups.jsonl"]
+        paths = [*self._parts("rows"), *self._parts("train"), self.path / "groups.jsonl"]
         return self._frame("rollouts", paths, self._build_rollouts)
 
     @property
@@ -217,39 +247,23 @@ class Run:
     @property
     def status(self) -> dict[str, Any]:
         """What the campaign last said of itself; `{}` before it has said anything."""
-        try:
-            return orjson.loads((self.path / "status.json").read_bytes())
-        except (FileNotFoundError, orjson.JSONDecodeError):
-            return {}
+        return read_status(self.path)
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """The recipe as the run stored it; `{}` where it stored none."""
-        import yaml
+        """The recipe as the run stored it; `{}` where it stored none that can be read."""
+        return self._stored_recipe() or {}
 
-        try:
-            return yaml.safe_load((self.path / "recipe.yaml").read_text()) or {}
-        except FileNotFoundError:
-            return {}
+    def _stored_recipe(self) -> dict[str, Any] | None:
+        return self._cached("recipe", [self.path / "recipe.yaml"], lambda: read_recipe(self.path))
 
     # -- reading -----------------------------------------------------------------------------------------------
 
     def _state(self, status: dict[str, Any]) -> tuple[str, str | None]:
         state = _STATES.get(str(status.get("status")), "running")
-        if state == "running" and not self._is_being_written():
+        if state == "running" and not is_being_written(self.path):
             return "interrupted", status.get("error") or "the process that wrote this run is gone"
         return state, status.get("error")
-
-    def _is_being_written(self) -> bool:
-        """Whether a writer holds its lock on the events file."""
-        try:
-            with (self.path / "events.jsonl").open("rb") as handle:
-                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return True
-        return False
 
     def _build_steps(self) -> pl.DataFrame:
         return frames.frame_of("steps", [{"run": self.name, **row} for row in self._lines("steps")])
@@ -260,11 +274,14 @@ class Run:
     def _build_rollouts(self) -> pl.DataFrame:
         step_of = {row["group_id"]: row.get("step") for row in self._lines("groups")}
         stored = self._read("rows", frames.scalar_columns("rollouts"))
-        rows = [
-            {**row, "run": self.name, "step": step_of.get(row["group_id"]), "verified": _is_verified(row)}
-            for row in stored.sort("group_id", "index").to_dicts()
-        ]
-        return frames.frame_of("rollouts", rows)
+        trained = trained_steps(self._parts("train"))
+        return (
+            stored.sort("group_id", "index")
+            .join(_keyed("group_id", "step", step_of), on="group_id", how="left", maintain_order="left")
+            .join(_keyed("rollout_id", "trained_step", trained), on="rollout_id", how="left", maintain_order="left")
+            .with_columns(run=pl.lit(self.name), verified=_IS_VERIFIED)
+            .select(*frames.polars_dtypes("rollouts"))
+        )
 
     def _build_calls(self) -> pl.DataFrame:
         stored: dict[str, dict[str, dict[str, Any]]] = {}
@@ -312,8 +329,11 @@ class Run:
         return frames.read_parts(table, self._parts(table), columns)
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
+        return self._scanned(name).rows
+
+    def _scanned(self, name: str) -> frames.Lines:
         path = self.path / f"{name}.jsonl"
-        return self._cached(f"lines {name}", [path], lambda: frames.read_lines(path))
+        return self._cached(f"lines {name}", [path], lambda: frames.scan_lines(path))
 
     def _frame(self, name: str, paths: list[Path], build: Callable[[], pl.DataFrame]) -> pl.DataFrame:
         return self._cached(name, paths, build)
@@ -326,6 +346,12 @@ class Run:
             held = (signature, build())
             self._cache[name] = held
         return held[1]
+
+
+def _keyed(key: str, name: str, values: dict[str, int | None]) -> pl.DataFrame:
+    """A mapping as two columns, to be joined."""
+    columns = {key: list(values), name: list(values.values())}
+    return pl.DataFrame(columns, schema={key: pl.String, name: pl.Int64}, strict=False)
 
 
 def _signature(path: Path) -> tuple[str, int, int] | None:

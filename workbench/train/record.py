@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from workbench.train.agreement import examine
+from workbench.runs.agreement import examine
 from workbench.train.loss import AGREEMENT_METRICS, loss_metrics
 from workbench.train.rows import TrainRow
 from workbench.train.settings import TrainerConfig

@@ -64,7 +64,7 @@ _TAMPERED: dict[Cause, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
 class Gallery:
     """`findings`: family, cause, how, said, detail, call_id, position, valid, rollout_id; one row an exhibit.
 
-    `said` is the rollout's primary cause (null where it was trained on), `detail` what was said beside it.
+    `said` is the rollout's primary cause (null where it kept its vote), `detail` what was said beside it.
     """
 
     run: runs.Run

@@ -20,20 +20,19 @@ class FamilyTable(StaticView):
         named = self.findings.filter((pl.col("cause") == pl.col("said")) | (pl.col("cause") == pl.col("detail"))).height
         return (
             f"{self.family.capitalize()} · {markup.count(self.findings.height, 'cause')} provoked, {named} named by "
-            f"the product · {int(self.findings['valid'].sum())} of the rollouts still trained on"
+            f"the product · {int(self.findings['valid'].sum())} of the rollouts kept its vote"
         )
 
     def html(self) -> str:
         rows = [
             [
-                markup.Cell(row["cause"], strong=True),
+                markup.Cell(row["cause"], strong=True, under=Cause(row["cause"]).explanation),
                 row["how"],
-                Cause(row["cause"]).explanation,
                 markup.Cell("the same" if row["said"] == row["cause"] else row["said"], muted=True),
                 markup.Cell("–" if row["position"] is None else str(row["position"]), right=True),
-                "trained on" if row["valid"] else "no vote",
+                "has a vote" if row["valid"] else "no vote",
             ]
             for row in self.findings.iter_rows(named=True)
         ]
-        header = ("cause", "what was done", "what it means", "primary cause", "token", "the rollout")
+        header = ("cause, and what it means", "what was done", "primary cause", "token", "the rollout")
         return markup.block(markup.line(self.sentence(), strong=True), markup.table(header, rows))

@@ -34,7 +34,7 @@ class DeltaWidget(LiveWidget):
     @classmethod
     def of(cls, delta: LogprobDelta) -> DeltaWidget:
         """A widget that shows `delta`."""
-        from workbench.inspect.logprobs import WORST_LIVE
+        from workbench.inspect.logprobs import LABELS, WORST_LIVE
 
         if delta.numbers.tokens == 0:
             return cls(sentence=delta.sentence(), missing=delta.why_empty)
@@ -43,7 +43,7 @@ class DeltaWidget(LiveWidget):
             sentence=delta.sentence(),
             parts=[_part(delta, name, tokens) for name, tokens in delta.by_version()],
             edges=delta.histogram(delta.delta_T)[0].tolist(),
-            findings=[asdict(finding) for finding in delta.findings()],
+            findings=[asdict(verdict) | {"name": LABELS[verdict.name]} for verdict in delta.verdicts],
             worst=rows,
         )
 

@@ -8,10 +8,11 @@ import ipywidgets
 import traitlets as t
 
 from workbench.errors import WorkbenchError
+from workbench.inspect.causes import explain
 from workbench.inspect.live.chain import ChainAndTokens
 from workbench.inspect.live.widget import LiveWidget, module
 from workbench.inspect.prefix_chain import PrefixChain
-from workbench.inspect.tables import explain, place_of
+from workbench.inspect.tables import place_of
 
 if TYPE_CHECKING:
     from workbench.inspect.tables import PoisonTable
@@ -52,7 +53,7 @@ class PoisonWidget(LiveWidget):
             causes=causes,
             steps=sorted(set(table.by_step["step"].to_list())),
             by_step=table.by_step.to_dicts(),
-            drift=table.drift.head(MOST_ROLLOUTS).to_dicts(),
+            drift=table.drift.head(MOST_ROLLOUTS).to_dicts() if table.drift_is_known else [],
             failures=failures,
             rollouts=rollouts,
             total=table.rejected.height,

@@ -22,6 +22,7 @@ function buildBoard(shell) {
   const curves = h("div", { class: "wb-pair" });
   const phases = h("div");
   const problem = h("div");
+  const damaged = h("div", { class: "wb-bad" });
   const flying = new Table(shell, [
     ["group in flight", (row) => row.group], ["step", (row) => String(row.step ?? "–"), "n"], ["rollouts", (row) => String(row.rollouts), "n"],
     ["first rollout", (row) => row.rollout], ["for", (row) => duration(row.age_s), "n"],
@@ -47,7 +48,10 @@ function buildBoard(shell) {
     causes.show(frame.causes);
     problem.className = frame.error ? "wb-bad" : "wb-missing";
     problem.textContent = `last error: ${frame.error ?? "none"}`;
-    if (frame.state !== "running") note.textContent = `the run is ${frame.state}; this is its last frame`;
+    const { damage } = frame;
+    damaged.textContent = damage.length
+      ? `left out, ${count(damage.length, "line")} that cannot be read: ${damage.slice(0, 3).join("; ")}${damage.length > 3 ? `; and ${damage.length - 3} more` : ""}` : "";
+    if (frame.state !== "running") note.textContent = frame.state === "ledger" ? "a ledger: custody rows only" : `the run is ${frame.state}; this is its last frame`;
   }
 
   function curve(series, name) {
@@ -106,7 +110,7 @@ function buildBoard(shell) {
     ["[", "previous cause", () => causes.move(-1)],
     ["r", "read again now", ask],
   ]);
-  shell.body.append(title, note, tiles, phases, curves, flying.node, causes.node, problem,
+  shell.body.append(title, note, tiles, phases, curves, flying.node, causes.node, problem, damaged,
     h("div", { class: "wb-legend" }, h("span", { text: `read from the run's files, at most ${count(2, "time")} a second` }), h("span", { text: "? keys" })));
   shell.watch("frame", show);
   show();

@@ -8,7 +8,7 @@ const CARD = { w: 174, h: 62, x: 198, y: 88, left: 12, top: 22 };
 const MAP_HEIGHT = 372;
 const SVG = "http://www.w3.org/2000/svg";
 const LABELS = {
-  candidate: "no terminal call chosen", retry: "retry", branch: "side branch",
+  earliest: "no terminal call chosen", retry: "retry", branch: "side branch",
   side_root: "conversation of its own", failed: "failed", unresolved: "unresolved",
 };
 
@@ -48,14 +48,15 @@ class Chain {
 
   number(name, i) { const value = this.columns[name][i]; return value === this.unknown ? null : value; }
   word(name, i) { return this.tables[name][this.columns[name][i]]; }
+  contends(i) { return this.columns.contends[i] === 1; }
   lost(i) { return this.word("failure_reason", i) !== ""; }
-  kind(i) { return this.word("relation", i) === "trained" ? "trained" : this.lost(i) ? "lost" : ""; }
+  kind(i) { return this.word("relation", i) === "chain" ? "chain" : this.lost(i) ? "lost" : ""; }
   x(i) { return CARD.left + this.columns.column[i] * CARD.x; }
   y(i) { return CARD.top + this.columns.row[i] * CARD.y; }
 
   label(i) {
     const relation = this.word("relation", i), parent = this.columns.parent[i];
-    const said = relation === "trained" ? this.name : LABELS[relation] ?? relation;
+    const said = relation === "chain" ? this.name : LABELS[relation] ?? relation;
     if (this.lost(i) && parent < 0) return "not captured: no place in the tree";
     if (parent < 0) return said;
     return `${said} ${this.lost(i) ? "near" : "after"} #${this.columns.order[parent]}`;
@@ -123,12 +124,14 @@ function buildChain(shell) {
   function explain() {
     const mark = (look, words) => h("span", {}, h("i", { style: look }), words);
     const split = chain.columns.sampled_tokens.some((value) => value !== chain.unknown);
+    const occurs = (test) => chain.ids.some((_, i) => test(i));
     legend.replaceChildren(...[
-      mark("border-top:3px solid var(--wb-blue)", chain.name),
+      occurs((i) => chain.kind(i) === "chain") && mark("border-top:3px solid var(--wb-blue)", chain.name),
       split && mark("background:repeating-linear-gradient(135deg,var(--wb-blue) 0 2px,transparent 2px 5px)", "carried into the prompt"),
       split && mark("background:var(--wb-orange)", "sampled by the policy"),
       !split && h("span", { class: "wb-missing", text: "carry and sampled tokens cannot be told apart: no tokens are recorded here" }),
-      mark("border:1.5px dashed var(--wb-bad)", "failed or unresolved"),
+      occurs((i) => chain.lost(i)) && mark("border:1.5px dashed var(--wb-bad)", "failed or unresolved"),
+      occurs((i) => chain.contends(i)) && mark("border:3px double var(--wb-bad)", "could be the last call"),
       h("span", { text: "? keys" }),
     ].filter(Boolean));
   }
@@ -175,9 +178,9 @@ function buildChain(shell) {
     if (parent < 0) return null;
     const y = chain.y(i) + CARD.h / 2, right = chain.x(parent) + CARD.w;
     const same = chain.columns.row[parent] === chain.columns.row[i];
-    const trained = chain.kind(i) === "trained", lost = chain.kind(i) === "lost";
+    const main = chain.kind(i) === "chain", lost = chain.kind(i) === "lost";
     return line(`M${same ? right : right + 11} ${y}H${chain.x(i)}`,
-      trained ? "var(--wb-blue)" : lost ? "var(--wb-bad)" : "var(--wb-muted)", trained ? 3.2 : 1.2, lost ? "5 3" : "");
+      main ? "var(--wb-blue)" : lost ? "var(--wb-bad)" : "var(--wb-muted)", main ? 3.2 : 1.2, lost ? "5 3" : "");
   }
 
   function line(path, colour, width, dashes) {
@@ -192,11 +195,11 @@ function buildChain(shell) {
     const version = chain.number("weight_version", i), kind = chain.kind(i);
     const side = [chain.word("mode", i), version === null ? "" : `v${version}`].filter(Boolean).join(" · ");
     const node = h("div", {
-      class: `wb-card ${kind}${i === at ? " at" : ""}${chain.ids[i] === model.get("selected") ? " chosen" : ""}`, "data-i": i,
+      class: `wb-card ${kind}${chain.contends(i) ? " contends" : ""}${i === at ? " at" : ""}${chain.ids[i] === model.get("selected") ? " chosen" : ""}`, "data-i": i,
       "data-call": chain.ids[i], style: `left:${chain.x(i)}px;top:${chain.y(i)}px;width:${CARD.w}px;height:${CARD.h}px`,
     }, h("div", { class: "wb-top" }, h("span", { class: "wb-name", text: `#${chain.columns.order[i]} ${chain.names[i]}` }), h("span", { text: side })));
     if (kind === "lost") node.append(h("div", { text: chain.word("failure_reason", i) }), h("div", { text: chain.word("detail", i) }));
-    else node.append(amount(i), h("div", { text: chain.amounts(i) }), h("div", { class: "wb-mono", text: [chain.word("finish_reason", i), chain.digests[i]].filter(Boolean).join(" · ") }));
+    else node.append(amount(i), h("div", { text: chain.amounts(i) }), h("div", { class: "wb-mono", text: [chain.word("finish_reason", i), chain.digests[i], chain.contends(i) ? "last call?" : ""].filter(Boolean).join(" · ") }));
     if (!head) return [node];
     return [h("div", { class: `wb-branch ${kind}`, text: chain.label(i), style: `left:${chain.x(i) + 2}px;top:${chain.y(i) - 17}px` }), node];
   }
@@ -237,13 +240,13 @@ function buildChain(shell) {
     go(chain.firstChild[at]);
   }
 
-  /** The next call, in drawing order, that is not on the trained chain. */
+  /** The next call, in drawing order, that is not on the chain. */
   function nextApart() {
     for (let k = 1; k <= chain.n; k++) {
       const i = (at + k) % chain.n;
-      if (chain.word("relation", i) !== "trained") return go(i);
+      if (chain.word("relation", i) !== "chain") return go(i);
     }
-    note.textContent = "every call is on the trained chain";
+    note.textContent = "every call is on the chain";
   }
 
   function seek() {
@@ -276,7 +279,7 @@ function buildChain(shell) {
     ["p", "the call it continues", () => moveCall(-1)],
     ["]", "head of the next branch", () => moveBranch(1)],
     ["[", "head of the previous branch", () => moveBranch(-1)],
-    ["d", "next call that was not trained on", nextApart],
+    ["d", "next call beside the chain", nextApart],
     ["/", "find a call (Enter: next)", () => search.focus()],
     ["Enter", "show its tokens", open],
   ]);

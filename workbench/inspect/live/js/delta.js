@@ -37,13 +37,16 @@ function buildDelta(shell) {
 
   function spread(edges, counts) {
     const limit = edges[edges.length - 1], most = Math.max(1, ...counts), top = (k) => Math.log1p(k) / Math.log1p(most);
-    const { node, x, y } = plot("Δ = trainer − sampler (nat); height: log of the number of tokens", [-limit, limit], [0, 1], { ticksY: [[1, most.toLocaleString("en-US")], [0, "0"]] });
+    const { node, x, y } = plot("Δ = trainer − sampler, nat (dashed: mean; both ends gather what lies beyond)", [-limit, limit], [0, 1], { ticksY: [[1, most.toLocaleString("en-US")], [0, "0"]] });
     counts.forEach((tokens, k) => {
       const left = x(edges[k]), width = x(edges[k + 1]) - left, below = edges[k] + edges[k + 1] < 0;
       const bar = shape("rect", { x: left, y: y(top(tokens)), width: Math.max(0.5, width - 0.6), height: y(0) - y(top(tokens)), fill: below ? "var(--wb-blue)" : "var(--wb-orange)" });
       bar.append(shape("title", {}, `${edges[k].toFixed(4)} to ${edges[k + 1].toFixed(4)}: ${count(tokens, "token")}`));
       node.append(bar);
     });
+    const mean = Math.min(limit, Math.max(-limit, model.get("parts")[part].numbers.mean));
+    node.append(shape("path", { d: `M${x(mean)} ${y(0)}V${y(1)}`, stroke: "var(--wb-ink)", "stroke-dasharray": "4 3" }),
+      shape("text", { x: 46, y: 38 }, "height: log of the number of tokens"));
     node.append(shape("text", { x: 46, y: 24 }, "← trainer less likely"), shape("text", { x: 452, y: 24, "text-anchor": "end" }, "trainer more likely →"));
     return node;
   }

@@ -178,8 +178,7 @@ export class Pane {
     const { tokens } = this;
     const i = this.from[line];
     if (this.kind[line] >= 0) {
-      const [, , short] = tokens.calls[this.kind[line]];
-      const words = `call ${this.kind[line] + 1} of ${tokens.calls.length} · ${short}${tokens.versionWords(i)}`;
+      const words = `call ${tokens.calls[this.kind[line]][2]}${tokens.versionWords(i)}`;
       return h("div", { class: "wb-line call" }, h("span", { class: "wb-gutter", text: "" }), words);
     }
     const end = line + 1 < this.count ? this.from[line + 1] : tokens.n;

@@ -80,7 +80,7 @@ function buildPoison(shell) {
   failures.show(model.get("failures"));
   if (model.get("causes").length) shell.body.append(causes.node, meaning, h("div", { class: "wb-bar" }, search, note), which, rollouts.node);
   if (model.get("drift").length) shell.body.append(h("div", { class: "wb-title", text: "Requests that continued no recorded call" }), drift.node);
-  if (model.get("failures").length) shell.body.append(h("div", { class: "wb-title", text: "Calls that left no tokens (they reject a rollout only where the trained chain needs them)" }), failures.node);
+  if (model.get("failures").length) shell.body.append(h("div", { class: "wb-title", text: "Calls that left no tokens (they reject a rollout only where the terminal chain needs them)" }), failures.node);
   shell.body.append(h("div", { class: "wb-legend" }, h("span", { text: "hatched bar: share of all rollouts" }), h("span", { text: "? keys" })));
   shell.listen(search, "input", filter);
   shell.model.on("msg:custom", shell.guard((message) => { note.textContent = message.note ?? ""; }));

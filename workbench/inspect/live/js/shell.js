@@ -12,6 +12,8 @@ export function h(tag, attributes = {}, ...children) {
   return node;
 }
 
+const KEY_NAMES = { ArrowLeft: "←", ArrowRight: "→", Escape: "Esc" };
+
 export class Shell {
   constructor({ model, el }, name) {
     this.model = model;
@@ -28,7 +30,10 @@ export class Shell {
     }, this.body, this.help, this.error);
     el.append(this.root);
     this.listen(this.root, "keydown", (event) => this.#press(event));
-    this.bind([["?", "this help", () => this.#toggleHelp()]]);
+    this.bind([
+      ["?", "this help", () => this.#toggleHelp()],
+      ["Escape", "close this help; leave the search field", () => { this.help.hidden = true; }],
+    ]);
     this.#foldSnapshot(el);
   }
 
@@ -80,7 +85,7 @@ export class Shell {
   /** `table`: [key, what it does, function]. */
   bind(table) {
     this.keys = [...table, ...this.keys];
-    this.help.replaceChildren(...this.keys.map(([key, words]) => h("div", {}, h("kbd", { text: key }), words)));
+    this.help.replaceChildren(...this.keys.map(([key, words]) => h("div", {}, h("kbd", { text: KEY_NAMES[key] ?? key }), words)));
   }
 
   /** Builds the view; `data-wb-ready` on the frame says when what it was given, or the error, is on the screen. */
@@ -109,7 +114,7 @@ export class Shell {
       return;
     }
     const bound = this.keys.find(([key]) => key === event.key);
-    if (!bound || (this.idle && event.key !== "?")) return;
+    if (!bound || (this.idle && event.key !== "?" && event.key !== "Escape")) return;
     event.preventDefault();
     event.stopPropagation();
     bound[2]();
@@ -138,6 +143,7 @@ export class Shell {
 export function custodyLine(custody) {
   const line = h("div", { class: `wb-custody ${custody.state}` }, h("b", { text: custody.words }));
   if (custody.digest) line.append(` · digest ${custody.digest}`);
+  if (custody.meaning) line.append(h("div", { text: custody.meaning }));
   return line;
 }
 

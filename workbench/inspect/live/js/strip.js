@@ -62,8 +62,8 @@ function buildStrip(shell) {
     const [, kind, rest] = query.match(/^(#|id:|call:)?(.*)$/s);
     if (kind === "#") return pane.go(Number(rest) || 0);
     if (kind === "call:") {
-      const at = tokens.calls.findIndex(([, id], n) => String(n + 1) === rest || (rest && id && id.startsWith(rest)));
-      return at < 0 ? (note.textContent = `no call ${rest}`) : pane.go(tokens.calls[at][0]);
+      const at = tokens.calls.findIndex(([, id, , , order]) => `${order}` === rest.replace("#", "") || (rest && id && id.startsWith(rest)));
+      return at < 0 ? (note.textContent = `this row has no call ${rest}`) : pane.go(tokens.calls[at][0]);
     }
     if (kind === "id:") {
       for (let i = 0; i < tokens.n && hits.length < 10000; i++) if (`${tokens.id(i)}` === rest) hits.push(i);

@@ -163,7 +163,7 @@ export class Tokens {
       const value = this.value(signal, i);
       if (value !== null && value !== undefined) parts.push(`${words} ${value.toFixed(4)}`);
     }
-    if (call) parts.push(`call ${this.call(i) + 1} ${call[2]}${this.versionWords(i)}`);
+    if (call) parts.push(`call ${call[2]}${this.versionWords(i)}`);
     if (this.flags[i] & FLAGGED) parts.push("⚠ control id inside a span of content");
     return parts.join(" · ");
   }
