@@ -54,9 +54,11 @@ function buildBoard(shell) {
     if (frame.state !== "running") note.textContent = frame.state === "ledger" ? "a ledger: custody rows only" : `the run is ${frame.state}; this is its last frame`;
   }
 
+  function noStep() { return model.get("frame").state === "ledger" ? "a ledger has no steps" : "no optimiser step yet"; }
+
   function curve(series, name) {
     const steps = series.step ?? [];
-    if (!steps.length) return h("div", { class: "wb-missing", text: `${words[name]}: no optimiser step yet` });
+    if (!steps.length) return h("div", { class: "wb-missing", text: `${words[name]}: ${noStep()}` });
     const known = steps.map((step, k) => [step, series[name][k]]).filter(([, value]) => value !== null);
     const values = known.map(([, value]) => value);
     const { node, x, y } = plot(words[name], [steps[0], Math.max(steps[0] + 1, steps[steps.length - 1])], [Math.min(0, ...values), Math.max(1e-9, ...values)], { height: 150 });
@@ -73,7 +75,7 @@ function buildBoard(shell) {
   function phaseBar(series) {
     const parts = ["rollout_s", "train_s", "publish_s", "sync_s"].map((name) => [name, (series[name] ?? []).at(-1)]).filter(([, value]) => typeof value === "number");
     const total = parts.reduce((sum, [, value]) => sum + value, 0);
-    if (!total) return h("div", { class: "wb-missing", text: "phases: no optimiser step yet" });
+    if (!total) return h("div", { class: "wb-missing", text: `phases: ${noStep()}` });
     return h("div", { class: "wb-legend" }, h("span", { text: "last step:" }), ...parts.map(([name, value]) =>
       h("span", {}, h("span", { class: "wb-fill", style: `width:${Math.max(2, (300 * value) / total)}px;margin-right:4px` }), `${name.replace("_s", "")} ${value.toFixed(1)} s`)));
   }
