@@ -32,7 +32,7 @@ setup: ## environment and packages
 	@"$(PYTHON)" tools/set_up.py --extras "$(EXTRAS)"
 
 models: setup ## the models, built once
-	@$(PY) -m workbench.models build smollm2-135m tiny
+	@$(PY) -m workbench.models build smollm2-135m tiny tiny-moe
 
 campaign: models ## one campaign: make campaign [RECIPE=cpu_smoke] [ARGS="train.steps=2"]
 	@$(PY) -m workbench.campaign.cli run $(RECIPE) $(ARGS)

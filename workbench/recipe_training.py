@@ -64,6 +64,19 @@ class Sampler(Section):
     """The sampler's own settings, such as `max_staleness: 0` of `windowed`."""
 
 
+class RouterReplay(Section):
+    """Training with the experts that sampled a token: without it the trainer's routers, whose rounding differs from the
+    engine's, choose others for some tokens, and the ratio is about another network."""
+
+    mode: Literal["none", "direct", "deferred"] = "none"
+    """`direct`: routes ride in the training rows; `deferred`: rows bring a plan, and the trainer reads the routes from
+    the run store when it takes the step. Both train the same. Needs `token_capture.routes`."""
+    missing: Literal["sentinel", "reject"] = "sentinel"
+    """What becomes of a rollout with a call whose routes are missing or do not fit: its tokens take the trainer's own
+    routers there (counted in `route_coverage`), or the rollout loses its vote. A digest that does not fit always does
+    that."""
+
+
 class Train(Section):
     steps: Positive = 6
     """Optimiser steps; the weight version after the last one is this number."""
@@ -102,6 +115,8 @@ class Train(Section):
     """Penalty for leaving the starting model."""
     off_policy: OffPolicy = Field(default_factory=OffPolicy)
     """Tokens of old weights."""
+    router_replay: RouterReplay = Field(default_factory=RouterReplay)
+    """Replay of a mixture of experts' routes."""
     sampler: Sampler = Field(default_factory=Sampler)
     """Which of the finished groups the next step takes."""
     buffer_groups: Positive | None = None

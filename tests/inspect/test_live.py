@@ -117,7 +117,15 @@ def test_missing_signals_carry_their_reason(run):
     reasons = {key: reason for key, _, reason in words["signals"]}
     assert reasons["delta"] == "the trainer has not scored these tokens" and "delta" not in columns
     assert reasons["logprob"] is None and "routed experts" in reasons["route"]
-    assert len(reasons) == 9
+    assert len(reasons) == 10
+
+
+def test_router_agreement_is_a_byte_a_token_and_255_where_nothing_was_replayed(run):
+    tokens = run.tokens("stored.0.1.0")
+    shares = [None, 0.0, 1.0, 1 / 3, *[None] * (tokens.height - 4)]
+    words, columns = unpack(TokenStrip(tokens.with_columns(pl.Series("route_agreement", shares))).live.block)
+    assert columns["agreement"].tolist() == [255, 0, 254, 85] + [255] * (tokens.height - 4)
+    assert dict((key, reason) for key, _, reason in words["signals"])["agreement"] is None
 
 
 def test_a_split_character_is_one_piece_and_a_literal_control_id_is_flagged():

@@ -37,6 +37,7 @@ from workbench.finalizer.pool import FinalizerPool
 from workbench.gateway.client import ControlClient
 from workbench.gateway.process import GatewayProcess
 from workbench.gateway.settings import CONTROL_TOKEN, WORKER_TOKEN
+from workbench.models import experts_of
 from workbench.models import resolve as resolve_model
 from workbench.places import make_ray_directory
 
@@ -102,6 +103,11 @@ class Fleet:
         recipe = self.recipe
         self._check_machine()
         self.model_path = model_path = resolve_model(recipe.model.path)
+        if recipe.token_capture.routes and not experts_of(model_path):
+            raise SetupError(
+                f"token_capture.routes is true and {recipe.model.path} has no experts, so no token has a route. Next: "
+                f"set it to false, or choose a mixture of experts such as tiny-moe."
+            )
         # Tokens of this run alone: made here, handed on through the environment, never written anywhere.
         os.environ.setdefault(CONTROL_TOKEN, secrets.token_urlsafe(32))
         os.environ.setdefault(WORKER_TOKEN, secrets.token_urlsafe(32))
@@ -229,9 +235,13 @@ class Fleet:
         from workbench.finalizer.actor import FinalizerActor
 
         recipe = self.recipe
+        replays = self._training and recipe.train.router_replay.mode != "none"
         return FinalizerPool(
             lambda: FinalizerActor.options(num_cpus=1).remote(
-                str(self.run_dir), str(model_path), deadline_s=recipe.finalizer.timeout_s / FINALIZER_REQUESTS
+                str(self.run_dir),
+                str(model_path),
+                deadline_s=recipe.finalizer.timeout_s / FINALIZER_REQUESTS,
+                routes=recipe.train.router_replay.model_dump() if replays else None,
             ),
             recipe.finalizer.actors,
             timeout_s=recipe.finalizer.timeout_s,
@@ -256,6 +266,7 @@ class Fleet:
             "sink_timeout_s": recipe.token_capture.sink_timeout_s,
             "cache_bytes": recipe.token_capture.cache_bytes,
             "capture_enabled": recipe.token_capture.enabled,
+            "capture_routes": recipe.token_capture.routes,
             "seed": recipe.seed,
             "engine": recipe.engine.kind,
             "script_path": recipe.engine.script_path,
@@ -342,6 +353,7 @@ class Fleet:
             "kl_coef": recipe.train.kl.coefficient,
             "kl_estimator": recipe.train.kl.estimator,
             "off_policy": off_policy.policy,
+            "router_replay": recipe.train.router_replay.mode,
             "max_lag": derived.max_lag(recipe),
             "model_path": str(model_path),
             "run_dir": str(self.run_dir),

@@ -28,10 +28,11 @@ from workbench.echo.rows import assemble_echo
 from workbench.errors import RunStoreError, StagingError, WireError
 from workbench.finalizer.group import FinalizationRequest, RolloutOutcome, Staged, assemble
 from workbench.finalizer.parts import call_records, row_records
+from workbench.finalizer.routes import RouteDims, RoutePlan, RouteSettings
 from workbench.runs.frames import read_lines, read_parts
 from workbench.runs.schema import columns
 from workbench.runs.staged import staged_call
-from workbench.wire import StagedCall, chain_hash, extras_digest, hash_token_ids
+from workbench.wire import Cause, StagedCall, chain_hash, extras_digest, hash_token_ids
 
 _TOKENS = ("token_ids", "token_mask", "logprobs")
 
@@ -166,7 +167,7 @@ class _Group:
         self.report.calls += len(echoed)
         # Without capture there are no receipts and no digests: what can be recomputed is how the turns were joined.
         if any(outcome.receipt is not None for outcome in outcomes) or not echoed:
-            assembly = assemble(request, staged, bos)
+            assembly = assemble(request, staged, bos, *_routes_of(rows))
             self._verify_records(call_records(request, staged), parts["calls"])
         else:
             assembly = assemble_echo(request, stored_chains(echoed), bos)
@@ -221,6 +222,19 @@ def _changed_columns(
             was, found = (orjson.loads(text or "null") for text in (was, found))
         if was != found:
             yield f"{name} is {was!r}, recomputed {found!r}"
+
+
+def _routes_of(rows: list[dict[str, Any]]) -> tuple[RouteSettings | None, RouteDims | None]:
+    """How the rows of a group got their routes, and the shape of a token's; None where they have none."""
+    plan = next((row["route_plan"] for row in rows if row["route_plan"] is not None), None)
+    if plan is None:
+        return None, None
+    try:
+        dims = RoutePlan.of(orjson.loads(plan)).dims
+    except (ValueError, KeyError, TypeError):  # a damaged plan: recomputed without one, it differs
+        return None, None
+    rejected = any(row["cause"] in (Cause.ROUTE_MISSING, Cause.ROUTE_LENGTH_MISMATCH) for row in rows)
+    return RouteSettings("deferred", "reject" if rejected else "sentinel"), dims
 
 
 def _call_faults(

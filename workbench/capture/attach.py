@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from workbench.capture.core import CaptureCore, StagingSink, StagingSource
 from workbench.capture.engine import CapturingEngine
 from workbench.capture.prefix import PrefixStore
+from workbench.capture.routes import RouteCapture, TakeRoutes
 from workbench.capture.splice import Splicer
 from workbench.capture.transport import CallBoard, CaptureGate
 from workbench.serving.door import App
@@ -37,6 +38,8 @@ class Capture:
         self.prefixes = PrefixStore(source, config.cache_bytes)
         self.engine: CapturingEngine | None = None
         """The engine as the serving app sees it; None until `wrap_engine`."""
+        self.take_routes: TakeRoutes | None = None
+        """Where routed experts come from when the engine's outputs do not carry them; set before `wrap_engine`."""
         self._config = config
         self._weight_version = weight_version
         self._core = CaptureCore(sink, weight_version, sink_timeout_s=config.sink_timeout_s)
@@ -53,6 +56,7 @@ class Capture:
             self._config.sampling,
             self._config.logprobs_mode,
             self._weight_version,
+            RouteCapture(self.take_routes) if self._config.capture_routes else None,
         )
         self._splicer = Splicer(tokenizer, stops, self.prefixes)
         self._splicer.install(engine.renderer)
@@ -70,7 +74,7 @@ class Capture:
             "cache_hits": self.prefixes.hits,
             "prefix_fetches": self.prefixes.fetches,
             "sampling_overrides": dict(self.engine.overrides) if self.engine else {},
-        }
+        } | ({"route_faults": dict(self.engine.routes.faults)} if self.engine and self.engine.routes else {})
 
     async def close(self, timeout_s: float) -> None:
         """Let recordings end, at most `timeout_s` seconds, and take the splice out of the renderer."""

@@ -30,6 +30,8 @@ class CollectedCall:
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._missing: str | None = None
+        self.routed_experts: np.ndarray | None = None
+        """Of the whole sequence, [tokens, layers, topk], where the engine's last output carries them."""
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
 
@@ -49,6 +51,8 @@ class CollectedCall:
                 self._logprobs.extend(_sampled_logprobs(ids, completion.logprobs))
             elif ids:
                 self._missing = "logprobs"
+            if getattr(completion, "routed_experts", None) is not None:
+                self.routed_experts = completion.routed_experts
             if completion.finish_reason is not None:
                 self.finish_reason = str(completion.finish_reason)
                 self.stop_reason = completion.stop_reason

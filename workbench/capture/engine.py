@@ -23,6 +23,7 @@ import numpy as np
 from workbench.capture.collect import CollectedCall
 from workbench.capture.core import ActiveCall, CaptureCore
 from workbench.capture.prefix import PrefixStore
+from workbench.capture.routes import RouteCapture
 from workbench.capture.transport import CallBoard, TaggedCall, current_call
 from workbench.errors import CallRefused, CaptureError
 from workbench.serving.gate import GatedEngine, GenerationGate
@@ -49,8 +50,11 @@ class CapturingEngine(GatedEngine):
         pins: SamplingPins,
         logprobs_mode: str,
         weight_version: Callable[[], int],
+        routes: RouteCapture | None = None,
     ) -> None:
         super().__init__(engine, gate)
+        self.routes = routes
+        """What adds routed experts to a call's extras; None: nothing does."""
         self._weight_version = weight_version
         self._core = core
         self._board = board
@@ -177,13 +181,16 @@ class CapturingEngine(GatedEngine):
         if problem is not None:
             self._fail(call, active, *problem)
             return
+        extras = collected.extras()
+        if self.routes is not None:
+            extras |= await self.routes.extras(call.admission, collected)
         began = time.monotonic()
         coords = await self._core.complete_async(
             active,
             prompt_token_ids=collected.prompt_ids,
             generated_token_ids=collected.sampled_ids,
             logprobs=collected.logprobs,
-            extras=collected.extras(),
+            extras=extras,
         )
         staged_s = time.monotonic() - began
         failure = self._core.detail(call.admission.model_call_id)

@@ -58,15 +58,24 @@ def pack(call: StagedCall) -> dict[str, np.ndarray]:
         "logprobs": logprobs_T[carry:],
     }
     extras = call.extras or {}
-    envelope = extras.get(ROUTED_EXPERTS)
-    if isinstance(envelope, str):
-        values = decode_routes(envelope).values
-        if encode_routes(values) == envelope:  # a form that would come back differently stays in the metadata
-            columns[ROUTES] = values
-            meta["extras"] = {k: v for k, v in extras.items() if k != ROUTED_EXPERTS}
-            meta[ROUTES] = True
+    values = _plain_routes(extras.get(ROUTED_EXPERTS))
+    if values is not None:
+        columns[ROUTES] = values
+        meta["extras"] = {k: v for k, v in extras.items() if k != ROUTED_EXPERTS}
+        meta[ROUTES] = True
     columns["meta"] = np.frombuffer(orjson.dumps(meta), dtype=np.uint8)
     return columns
+
+
+def _plain_routes(envelope: Any) -> np.ndarray | None:
+    """Routes that come back as they went; what is no envelope, or one of another form, stays in the metadata."""
+    if not isinstance(envelope, str):
+        return None
+    try:
+        values = decode_routes(envelope).values
+        return values if encode_routes(values) == envelope else None
+    except WireError:
+        return None
 
 
 def unpack(key: str, columns: Mapping[str, np.ndarray]) -> StagedCall:

@@ -4,6 +4,7 @@
 
 `reconcile` is the same for a group that another finalizer had begun when it was lost: what that one published or stored
 is found by reading it, and only what is missing is done.
+Where rows carry routed experts, a group that cannot tell their shape leaves by its one exit, without rows.
 Invariants: nothing is cleared before it is both published and on disk; a clear that fails never fails a published
 group, the sweeper finds what is left; a group that cannot be published or stored raises and keeps its staged rows, so
 it can be tried again. Tokens stay in this process, in TransferQueue and on disk: the answer is metadata.
@@ -16,6 +17,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from workbench.errors import FinalizerError, WorkbenchError
 from workbench.finalizer.bos import bos_of
 from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, assemble
 from workbench.finalizer.parts import write_group
+from workbench.finalizer.routes import RouteDims, RouteSettings
 from workbench.finalizer.rows import Columns, GroupRow, clear_rows, publish_rows, published_rows
 from workbench.finalizer.stored import read_group
 from workbench.wire import staging_key
@@ -40,7 +43,7 @@ class Finalizer:
     """Finalises groups of one run, several at a time. Needs a running data plane.
 
     `model_path` is the policy's directory; only its BOS id is read, for placeholders of groups without any prompt.
-    `deadline_s` bounds each request to the data plane.
+    `deadline_s` bounds each request to the data plane. `routes`: the fields of `RouteSettings`; None: rows have none.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Finalizer:
         bos_token_id: int | None = None,
         deadline_s: float = 60.0,
         source: StagingSource | None = None,
+        routes: dict[str, Any] | None = None,
     ) -> None:
         if bos_token_id is None:
             bos_token_id = bos_of(Path(model_path)) if model_path is not None else 0
@@ -58,6 +62,8 @@ class Finalizer:
         self._bos_token_id = bos_token_id
         self._deadline_s = deadline_s
         self._source = source or TransferQueueSource(deadline_s)
+        self._routes = RouteSettings(**routes) if routes is not None else None
+        self._route_dims: RouteDims | None = None
 
     async def ready(self, timeout_s: float = 60.0) -> bool:
         """Return once this actor has reached the data plane, its heavy imports included. Raises ComponentDied or
@@ -90,7 +96,9 @@ class Finalizer:
         published = await clock.time("reconcile", published_rows(keys, deadline_s=self._deadline_s))
         if stored is None or stored.train_keys != keys:
             return (await self._complete(group, clock, published)).model_dump(mode="json")
-        await self._publish(stored.rows, group, clock, published)
+        direct = self._routes is None or self._routes.mode == "direct"
+        rows = stored.rows if direct else [replace(row, routes=None) for row in stored.rows]
+        await self._publish(rows, group, clock, published)
         await clock.time("clear", self._clear(group))
         return stored.finalized(group.weight_version, clock.seconds).model_dump(mode="json")
 
@@ -105,7 +113,20 @@ class Finalizer:
         keys = group.staging_keys()
         answers = await clock.time("fetch", self._source.fetch(keys))
         staged = dict(zip(keys, answers, strict=True))
-        assembly = await clock.time("verify", asyncio.to_thread(assemble, group, staged, self._bos_token_id))
+        verify = asyncio.to_thread(assemble, group, staged, self._bos_token_id, self._routes, self._route_dims)
+        assembly = await clock.time("verify", verify)
+        self._route_dims = assembly.route_dims or self._route_dims
+        if assembly.exit_cause is not None:
+            await clock.time("clear", self._clear(group))
+            return FinalizedGroup(
+                group_id=group.group_id,
+                weight_version=group.weight_version,
+                train_keys=[],
+                rows=[],
+                metrics=assembly.metrics,
+                timings_s=clock.seconds,
+                exit_cause=assembly.exit_cause,
+            )
         train_keys = await self._publish(assembly.rows, group, clock, published)
         try:
             await clock.time("store", asyncio.to_thread(write_group, self._run_dir, group, staged, assembly))

@@ -18,12 +18,22 @@ from typing import Any, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from workbench.errors import ReceiptRejected, StagingError, WireError
+from workbench.errors import FinalizerError, ReceiptRejected, StagingError, WireError
 from workbench.finalizer.metrics import GroupMetrics, group_metrics
+from workbench.finalizer.routes import (
+    RouteDims,
+    RoutePlan,
+    RouteSettings,
+    dims_of,
+    fill_routes,
+    fragments_of,
+    plan_routes,
+)
 from workbench.finalizer.rows import GroupRow
 from workbench.finalizer.spans import sampling_of, version_spans
 from workbench.finalizer.verify import LinearizedRow, verify_and_linearize
 from workbench.wire import Cause, ManifestFailure, RolloutReceipt, StagedCall, extras_digest
+from workbench.wire.extras import ROUTED_EXPERTS
 
 Staged = Mapping[str, StagedCall | StagingError]
 
@@ -129,6 +139,10 @@ class Assembly:
     rows: list[GroupRow]
     summaries: list[RowSummary]
     metrics: GroupMetrics
+    exit_cause: Cause | None = None
+    """Why there are no rows at all; the group must be replaced."""
+    route_dims: RouteDims | None = None
+    """Shape of a token's routes, once it is known; None without router replay."""
 
 
 @dataclass(frozen=True)
@@ -141,13 +155,83 @@ class Rejection:
     position: int | None = None
 
 
-def assemble(request: FinalizationRequest, staged: Staged, bos_token_id: int) -> Assembly:
+def assemble(
+    request: FinalizationRequest,
+    staged: Staged,
+    bos_token_id: int,
+    routes: RouteSettings | None = None,
+    dims: RouteDims | None = None,
+) -> Assembly:
     """Verify every rollout and give N rows in index order. `staged` maps every key of `request.staging_keys()`.
 
-    Nothing about one rollout raises: what is wrong with it is its placeholder's cause.
+    `routes`: how rows get routed experts, None for none; `dims` is their shape as far as earlier groups told it.
+    Nothing about one rollout raises: what is wrong with it is its placeholder's cause. FinalizerError where rows must
+    have routes and no call of a group of valid ones has any.
     """
     verdicts = [_verify(outcome, staged) for outcome in request.rollouts]
-    return build_group(request, verdicts, *_placeholder_prompt(request, verdicts, staged, bos_token_id), staged)
+    plans: list[RoutePlan] | None = None
+    if routes is not None:
+        dims = dims or _dims(request, verdicts, staged)
+        if dims is None:
+            return Assembly([], [], group_metrics(request.rollouts, []), exit_cause=Cause.ROUTE_DIMS_UNKNOWN)
+        verdicts, plans = _plan(request, verdicts, staged, routes, dims)
+    prompt = _placeholder_prompt(request, verdicts, staged, bos_token_id)
+    assembly = build_group(request, verdicts, *prompt, staged)
+    if routes is None or plans is None:
+        return assembly
+    rows = [
+        replace(row, route_plan=plan.as_json(), routes=fill_routes(plan, row.token_ids.size, fragments_of(own)))
+        for row, plan, own in zip(
+            assembly.rows, plans, (_own_calls(outcome, staged) for outcome in request.rollouts), strict=True
+        )
+    ]
+    metrics = group_metrics(request.rollouts, assembly.summaries, rows)
+    if routes.mode == "deferred":
+        rows = [replace(row, routes=None) for row in rows]
+    return Assembly(rows, assembly.summaries, metrics, route_dims=dims)
+
+
+def _dims(
+    request: FinalizationRequest, verdicts: Sequence[LinearizedRow | Rejection], staged: Staged
+) -> RouteDims | None:
+    """The shape of a token's routes as the verified rollouts tell it; None where there are none."""
+    valid = [o for o, verdict in zip(request.rollouts, verdicts, strict=True) if isinstance(verdict, LinearizedRow)]
+    dims = next((dims for outcome in valid if (dims := dims_of(_own_calls(outcome, staged)))), None)
+    if dims is None and valid:
+        raise FinalizerError(
+            f"Group {request.group_id}: router replay is on, and no call of its {len(valid)} verified rollouts has "
+            f"routed experts. Next: set token_capture.routes, or train.router_replay.mode to none."
+        )
+    return dims
+
+
+def _plan(
+    request: FinalizationRequest,
+    verdicts: Sequence[LinearizedRow | Rejection],
+    staged: Staged,
+    routes: RouteSettings,
+    dims: RouteDims,
+) -> tuple[list[LinearizedRow | Rejection], list[RoutePlan]]:
+    """Every rollout's plan, and its verdict with its routes taken into account; a placeholder's plan has no span."""
+    judged: list[LinearizedRow | Rejection] = []
+    plans: list[RoutePlan] = []
+    for outcome, verdict in zip(request.rollouts, verdicts, strict=True):
+        plan = RoutePlan(dims, [])
+        if isinstance(verdict, LinearizedRow):
+            plan = plan_routes(verdict, _own_calls(outcome, staged), dims)
+            if plan.faults and routes.missing == "reject":
+                span = plan.faults[0]
+                cause = Cause(span.fault or Cause.ROUTE_MISSING)
+                detail = f"{cause.explanation} Staged: {span.staged}, delta: {span.carry} + {span.generated} tokens."
+                verdict, plan = Rejection(cause, detail, span.call_id), RoutePlan(dims, [])
+        judged.append(verdict)
+        plans.append(plan)
+    return judged, plans
+
+
+def _own_calls(outcome: RolloutOutcome, staged: Staged) -> list[StagedCall]:
+    records = outcome.receipt.manifest if outcome.receipt else []
+    return [call for record in records if isinstance(call := staged[record.staging_key], StagedCall)]
 
 
 def build_group(
@@ -227,8 +311,11 @@ def _check_extras(calls: list[StagedCall]) -> None:
         except WireError as error:
             raise ReceiptRejected(Cause.INVALID_SNAPSHOT, call_id=call.model_call_id, detail=str(error)) from error
         if not right:
-            detail = f"its extras do not give the extras digest {call.extras_digest}"
-            raise ReceiptRejected(Cause.CORRUPT_DIGEST, call_id=call.model_call_id, detail=detail)
+            with_routes = ROUTED_EXPERTS in (call.extras or {})
+            cause = Cause.ROUTE_DIGEST_MISMATCH if with_routes else Cause.CORRUPT_DIGEST
+            what = "extras, routed experts among them," if with_routes else "extras"
+            detail = f"its {what} do not give the extras digest {call.extras_digest}"
+            raise ReceiptRejected(cause, call_id=call.model_call_id, detail=detail)
 
 
 def _primary(error: ReceiptRejected, outcome: RolloutOutcome, receipt: RolloutReceipt) -> Rejection:
@@ -277,7 +364,6 @@ def _group_row(
     staged: Staged,
 ) -> GroupRow:
     row = _no_vote(outcome.rollout_id, placeholder_T) if isinstance(verdict, Rejection) else verdict
-    own = [staged[record.staging_key] for record in outcome.receipt.manifest] if outcome.receipt else []
     return GroupRow(
         rollout_id=outcome.rollout_id,
         group_id=request.group_id,
@@ -290,7 +376,7 @@ def _group_row(
         weight_versions=list(row.weight_versions),
         weight_version_spans=[list(span) for span in row.weight_version_spans],
         link_spans=[list(span) for span in row.link_spans],
-        sampling=sampling_of(row, [call for call in own if isinstance(call, StagedCall)]),
+        sampling=sampling_of(row, _own_calls(outcome, staged)),
         cause=verdict.cause.value if isinstance(verdict, Rejection) else None,
         token_ids=row.token_ids,
         token_mask=row.token_mask.astype(np.uint8),

@@ -18,15 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
+from workbench.finalizer.routes import RoutePlan, route_counts
 from workbench.wire import Cause
 
 if TYPE_CHECKING:
     from workbench.finalizer.group import FinalizedGroup, RolloutOutcome, RowSummary
+    from workbench.finalizer.rows import GroupRow
 
 
 class GroupMetrics(BaseModel):
     """Counts of one group (or of several, added up). `rejections` is cause -> rollouts; the two dicts of a group
-    without any are empty. `echo_wrong_rows` is of the token-echo arm: valid rows that the engine did not run so."""
+    without any are empty. `route_counts` are those of `routes.route_counts` over valid rows, `route_faults` is cause ->
+    calls of a chain whose routes could not be used; both empty without router replay. `echo_wrong_rows` is of the
+    token-echo arm: valid rows that the engine did not run so."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -48,6 +52,8 @@ class GroupMetrics(BaseModel):
     echo_wrong_rows: int = 0
     terminal_selection_counts: dict[str, int] = {}
     rejections: dict[str, int] = {}
+    route_counts: dict[str, int] = {}
+    route_faults: dict[str, int] = {}
 
     def rates(self) -> dict[str, Any]:
         """Everything that is a share or a mean; None where its denominator is 0."""
@@ -64,6 +70,10 @@ class GroupMetrics(BaseModel):
                 method: count / self.receipts for method, count in selections.items() if self.receipts
             },
             "heuristic_fraction": _share(selections.get("heuristic", 0), self.receipts),
+            "route_coverage": _share(self.route_counts.get("covered", 0), self.route_counts.get("positions", 0)),
+            "route_sentinel_fraction": _share(
+                self.route_counts.get("sentinels", 0), self.route_counts.get("tokens", 0)
+            ),
         }
 
     def __add__(self, other: GroupMetrics) -> GroupMetrics:
@@ -74,8 +84,13 @@ class GroupMetrics(BaseModel):
         return GroupMetrics(**added)
 
 
-def group_metrics(outcomes: Sequence[RolloutOutcome], summaries: Sequence[RowSummary]) -> GroupMetrics:
-    """Counts of one group from what the controller saw and what became of it; rewards are those of valid rows."""
+def group_metrics(
+    outcomes: Sequence[RolloutOutcome], summaries: Sequence[RowSummary], rows: Sequence[GroupRow] = ()
+) -> GroupMetrics:
+    """Counts of one group from what the controller saw and what became of it; rewards are those of valid rows.
+
+    `rows`, with their routes filled in, are needed for router replay only.
+    """
     receipts = [outcome.receipt for outcome in outcomes if outcome.receipt is not None]
     records = [record for receipt in receipts for record in receipt.manifest]
     failures = [failure for outcome in outcomes for failure in outcome.failures]
@@ -99,7 +114,19 @@ def group_metrics(outcomes: Sequence[RolloutOutcome], summaries: Sequence[RowSum
         duplicate_rows=sum(row.duplicate_of is not None for row in summaries),
         terminal_selection_counts=dict(Counter(r.terminal_selection for r in receipts if r.terminal_selection)),
         rejections=dict(Counter(row.cause.value for row in summaries if row.cause is not None)),
+        **_routes(rows),
     )
+
+
+def _routes(rows: Sequence[GroupRow]) -> dict[str, dict[str, int]]:
+    counts: Counter[str] = Counter()
+    faults: Counter[str] = Counter()
+    for row in rows:
+        if row.route_plan is not None and row.routes is not None and row.sample_mask:
+            plan = RoutePlan.of(row.route_plan)
+            counts.update(route_counts(plan, row.routes, row.token_mask))
+            faults.update(span.fault for span in plan.spans if span.fault is not None)
+    return {"route_counts": dict(counts), "route_faults": dict(faults)}
 
 
 def pool_metrics(groups: Sequence[FinalizedGroup]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import numpy as np
 from workbench.errors import FinalizerError
 from workbench.finalizer.group import Assembly, FinalizationRequest, RolloutOutcome, Staged
 from workbench.runs.schema import columns
+from workbench.runs.staged import apart
 from workbench.runs.writer import dumps, write_lines, write_part
 from workbench.wire import CallRecord, Cause, RolloutReceipt, StagedCall
 from workbench.wire.extras import FINISH_REASON
@@ -97,6 +98,7 @@ def _calls_of(group_id: str, outcome: RolloutOutcome, staged: Staged) -> list[di
 def _delta(record: CallRecord, call: StagedCall | Exception) -> dict[str, Any]:
     if not isinstance(call, StagedCall):
         return {"staging": getattr(call, "cause", Cause.MISSING_STAGING_ROW), "detail": str(call)}
+    extras, routes = apart(call.extras)
     mask_T = call.token_mask_delta
     sampled = int(np.count_nonzero(mask_T))
     differing = {n: getattr(call, n) for n in _COMPARED if getattr(call, n) != getattr(record, n)}
@@ -107,7 +109,8 @@ def _delta(record: CallRecord, call: StagedCall | Exception) -> dict[str, Any]:
         "carry_tokens": int(mask_T.size) - sampled,
         "sampled_tokens": sampled,
         "finish_reason": (call.extras or {}).get(FINISH_REASON),
-        "extras": None if call.extras is None else dumps(call.extras).decode(),
+        "extras": None if call.extras is None else dumps(extras).decode(),
+        "routes": routes,
         "snapshot": dumps(differing).decode(),
         "token_ids": call.token_ids_delta,
         "token_mask": mask_T,
@@ -146,6 +149,7 @@ def row_records(request: FinalizationRequest, assembly: Assembly) -> list[dict[s
                 "weight_versions": row.weight_versions,
                 "weight_version_spans": dumps(row.weight_version_spans).decode(),
                 "link_spans": dumps(row.link_spans).decode(),
+                "route_plan": None if row.route_plan is None else dumps(row.route_plan).decode(),
                 "token_ids": row.token_ids,
                 "token_mask": row.token_mask,
                 "logprobs": row.logprobs,

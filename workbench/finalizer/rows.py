@@ -1,8 +1,9 @@
 """Rows: one training row a sample, put into TransferQueue's partition `train` under the rollout id.
 
 Columns: `token_ids` int64[T] (the bits of uint64), `token_mask` uint8[T], `logprobs` float32[T], `meta` uint8[...]
-(JSON of the rest). Tags are `group_id`, `index`, `weight_version_min`, `weight_version_max`, `sample_mask` and
-`n_routes_backfilled`; a placeholder, which stands on no call, has the version of its group's dispatch in both.
+(JSON of the rest) and, for router replay, `routes` int8|16|32[T, layers, topk]. Tags are `group_id`, `index`,
+`weight_version_min`, `weight_version_max`, `sample_mask` and `n_routes_backfilled` (calls without usable routes); a
+placeholder, which stands on no call, has the version of its group's dispatch in both.
 Invariants: the N rows of a group are put in one batch, in index order; a placeholder has mask 0 everywhere; a row that
 is there already, bit for bit, is not put again.
 Not here: which rows there are (group), reading them (workbench.train.rows).
@@ -22,7 +23,7 @@ from workbench.errors import WorkbenchError
 
 Columns = dict[str, np.ndarray]
 
-_ARRAYS = ("token_ids", "token_mask", "logprobs")
+_ARRAYS = ("token_ids", "token_mask", "logprobs", "routes")
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +51,10 @@ class GroupRow:
     token_ids: np.ndarray
     token_mask: np.ndarray
     logprobs: np.ndarray
+    route_plan: dict[str, Any] | None = None
+    """How the row's routes are put together (`routes.RoutePlan`); None without router replay."""
+    routes: np.ndarray | None = None
+    """[T, layers, topk], -1 where unknown; None without router replay, and where they are filled in later."""
 
     @property
     def versions(self) -> list[int]:
@@ -65,21 +70,25 @@ class GroupRow:
             "weight_version_min": min(versions),
             "weight_version_max": max(versions),
             "sample_mask": self.sample_mask,
-            "n_routes_backfilled": 0,
+            "n_routes_backfilled": sum(span[5] == "sentinel" for span in (self.route_plan or {}).get("spans", ())),
         }
 
 
 _META = [f.name for f in fields(GroupRow) if f.name not in _ARRAYS]
+_WHERE_GIVEN = {"route_plan"}
 
 
 def pack_row(row: GroupRow) -> dict[str, np.ndarray]:
     """Columns of one row (see the head)."""
-    return {
+    values = {name: getattr(row, name) for name in _META}
+    meta = {name: value for name, value in values.items() if value is not None or name not in _WHERE_GIVEN}
+    columns: dict[str, np.ndarray] = {
         "token_ids": np.asarray(row.token_ids, dtype=np.uint64).view(np.int64),
         "token_mask": np.asarray(row.token_mask, dtype=np.uint8),
         "logprobs": np.asarray(row.logprobs, dtype=np.float32),
-        "meta": np.frombuffer(orjson.dumps({name: getattr(row, name) for name in _META}), dtype=np.uint8),
+        "meta": np.frombuffer(orjson.dumps(meta), dtype=np.uint8),
     }
+    return columns if row.routes is None else columns | {"routes": row.routes}
 
 
 async def publish_rows(

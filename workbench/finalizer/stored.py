@@ -9,7 +9,8 @@ Not here: writing (parts), frames for people (workbench.runs).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,12 @@ import orjson
 from workbench.errors import RunStoreError
 from workbench.finalizer.group import FinalizedGroup, RolloutOutcome, RowSummary
 from workbench.finalizer.metrics import group_metrics
+from workbench.finalizer.routes import RoutePlan, fill_routes, fragment_of
 from workbench.finalizer.rows import GroupRow
 from workbench.finalizer.spans import settings_of
+from workbench.runs.frames import read_parts
+from workbench.runs.staged import together
+from workbench.wire import Cause, extras_digest
 
 _ARRAYS = {"token_ids": np.uint64, "token_mask": np.uint8, "logprobs": np.float32}
 _JSON = ("reward_components", "weight_version_spans", "link_spans")
@@ -46,7 +51,7 @@ class StoredGroup:
             weight_version=weight_version,
             train_keys=self.train_keys,
             rows=self.summaries,
-            metrics=group_metrics(self.outcomes, self.summaries),
+            metrics=group_metrics(self.outcomes, self.summaries, self.rows),
             timings_s=timings_s,
         )
 
@@ -72,9 +77,55 @@ def read_group(run_dir: Path, group_id: str) -> StoredGroup | None:
         rows = [_row({name: values[i] for name, values in columns.items()}, extras) for i in range(table.num_rows)]
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
         raise RunStoreError(f"group {group_id} in {run_dir} cannot be read back: {error}") from error
+    if plans := {row.rollout_id: RoutePlan.of(row.route_plan) for row, _ in rows if row.route_plan is not None}:
+        fragments = stored_fragments(run_dir, group_id, plans)
+        rows = [(_with_routes(row, plans, fragments), summary) for row, summary in rows]
     if [row.rollout_id for row, _ in rows] != [outcome.rollout_id for outcome in outcomes]:
         raise RunStoreError(f"{rows_part} and {receipts_part} are not about the same rollouts")
     return StoredGroup(group_id, [row for row, _ in rows], [summary for _, summary in rows], outcomes)
+
+
+Fragments = dict[str, dict[str, np.ndarray | None]]
+"""Routes [tokens, layers, topk] by rollout id and call id."""
+
+
+def stored_fragments(run_dir: Path, group_id: str, plans: Mapping[str, RoutePlan]) -> Fragments:
+    """The routes of every call that `plans`, by rollout id, take some from. Blocks.
+
+    Raises RunStoreError where a part cannot be read, lacks a call, or a call's extras do not give the digest that the
+    plan names: cause route_missing or route_digest_mismatch.
+    """
+    wanted = {
+        (rollout_id, span.call_id): span
+        for rollout_id, plan in plans.items()
+        for span in plan.spans
+        if span.fault is None
+    }
+    path = run_dir / "calls" / f"{group_id}.parquet"
+    stored = read_parts("calls", [path], ["rollout_id", "model_call_id", "extras", "routes"])
+    found: Fragments = {rollout_id: {} for rollout_id in plans}
+    for rollout_id, call_id, text, routes in stored.iter_rows():
+        span = wanted.get((rollout_id, call_id))
+        if span is None:
+            continue
+        extras = together(None if text is None else orjson.loads(text), routes)
+        if extras_digest(extras) != span.extras_digest:
+            raise RunStoreError(
+                f"{path}: {Cause.ROUTE_DIGEST_MISMATCH}: the extras of call {call_id} are not those of digest "
+                f"{span.extras_digest}, so its routed experts cannot be used. Next: workbench verify {run_dir}"
+            )
+        found[rollout_id][call_id] = fragment_of(extras)
+    lost = [call_id for rollout_id, call_id in wanted if found[rollout_id].get(call_id) is None]
+    if lost:
+        raise RunStoreError(f"{path}: {Cause.ROUTE_MISSING}: call {lost[0]} has no routed experts there")
+    return found
+
+
+def _with_routes(row: GroupRow, plans: Mapping[str, RoutePlan], fragments: Fragments) -> GroupRow:
+    plan = plans.get(row.rollout_id)
+    return (
+        row if plan is None else replace(row, routes=fill_routes(plan, row.token_ids.size, fragments[row.rollout_id]))
+    )
 
 
 _PARTS = {"calls": "parquet", "rows": "parquet", "receipts": "jsonl"}
@@ -94,6 +145,8 @@ def _extras(table: Any) -> dict[str, dict[str, Any]]:
 
 def _row(values: dict[str, Any], extras: dict[str, dict[str, Any]]) -> tuple[GroupRow, RowSummary]:
     values |= {name: orjson.loads(values[name]) for name in _JSON}
+    plan = values.get("route_plan")
+    values |= {"route_plan": None if plan is None else orjson.loads(plan), "routes": None}
     values["sampling"] = [settings_of(extras.get(call_id)) for call_id in values["model_call_ids"]]
     row = GroupRow(**{field.name: values[field.name] for field in fields(GroupRow)})
     return row, RowSummary(**{name: values[name] for name in RowSummary.model_fields})

@@ -2,8 +2,8 @@
 
 In: a token frame, a vocabulary, custody. Out: (words, columns) for `live.pack`. A token is two bytes of slot (or four,
 beyond 65,536 distinct ids) and one of flags; log-probs are sent of sampled tokens only; what is constant over a stretch
-is sent as `[start, value]`. Invariant: ids and log-probs are the recorded ones, bit for bit; what nobody recorded is a
-signal with its reason, never a zero.
+is sent as `[start, value]`; router agreement is a share in 254ths, 255 for none. Invariant: ids and log-probs are the
+recorded ones, bit for bit; what nobody recorded is a signal with its reason, never a zero.
 """
 
 from __future__ import annotations
@@ -47,6 +47,9 @@ def strip_columns(
     if scored:
         columns["trainer"] = _floats(tokens["trainer_logprob"])[sampled_T]
         columns["delta"] = _floats(tokens["delta"])[sampled_T]
+    agreed = "route_agreement" in tokens.columns and tokens["route_agreement"].null_count() < tokens.height
+    if agreed:
+        columns["agreement"] = _in_a_byte(tokens["route_agreement"])
     advantage = tokens["advantage"] if "advantage" in tokens.columns else pl.Series([], dtype=pl.Float64)
     advantages = _runs(advantage) if advantage.drop_nulls().len() else []
     versions = _runs(tokens["weight_version"]) if tokens["weight_version"].drop_nulls().len() else []
@@ -62,7 +65,7 @@ def strip_columns(
         "versions": versions,
         "advantages": advantages,
         "routes": routes if isinstance(routes, list) else [],
-        "signals": _signals(roles.known, scored, bool(advantages), bool(versions), routes),
+        "signals": _signals(roles.known, scored, bool(advantages), bool(versions), routes, agreed),
         "flagged": int(roles.flagged.sum()),
         "decoded": vocabulary is not None,
     }
@@ -90,7 +93,7 @@ def call_starts(tokens: pl.DataFrame, order_of: Mapping[str, int]) -> list[list[
 
 
 def _signals(
-    roles: bool, scored: bool, advantage: bool, version: bool, routes: list[list[Any]] | str
+    roles: bool, scored: bool, advantage: bool, version: bool, routes: list[list[Any]] | str, agreed: bool
 ) -> list[list[str | None]]:
     """`[key, label, reason why it is missing or null]`, in the order of the menu."""
     no_trainer = None if scored else NOT_SCORED
@@ -104,7 +107,13 @@ def _signals(
         ["advantage", "advantage", None if advantage else "no optimiser step has used this row"],
         ["version", "weight version", None if version else "no weight version was recorded"],
         ["route", "route coverage", routes if isinstance(routes, str) else None],
+        ["agreement", "router agreement", None if agreed else "no routes were replayed in training"],
     ]
+
+
+def _in_a_byte(shares: pl.Series) -> np.ndarray:
+    """Shares 0 to 1 as 0 to 254, and 255 where there is none: one byte a token instead of four."""
+    return (shares.cast(pl.Float32) * 254).round().fill_null(255).to_numpy().astype(np.uint8)
 
 
 def _floats(series: pl.Series) -> np.ndarray:

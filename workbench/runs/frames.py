@@ -52,7 +52,10 @@ ADDED: dict[str, tuple[Column, ...]] = {
     ),
 }
 
-_ARRAYS = frozenset({"token_ids", "token_mask", "logprobs", "trainer_logprobs", "delta", "loss_mask", "snapshot"})
+_ARRAYS = frozenset(
+    {"token_ids", "token_mask", "logprobs", "trainer_logprobs", "delta", "loss_mask", "snapshot", "routes"}
+    | {"route_plan", "route_agreement"}
+)
 
 
 def scalar_columns(table: str) -> list[str]:
@@ -169,6 +172,7 @@ def read_parts(table: str, paths: Iterable[Path], columns: Sequence[str] | None 
 
     names = list(columns) if columns is not None else [column.name for column in schema.columns(table)]
     dtypes = schema.polars_schema(table)
+    optional = {column.name for column in schema.columns(table) if column.optional}
     empty = pl.DataFrame(schema={name: dtypes[name] for name in names})
     declared = schema.arrow_schema(table)
     expected = pa.schema([declared.field(name) for name in names])
@@ -179,9 +183,12 @@ def read_parts(table: str, paths: Iterable[Path], columns: Sequence[str] | None 
             with pa.OSFile(str(path)) as file, pq.ParquetFile(file, page_checksum_verification=True) as part:
                 there = set(part.schema_arrow.names)
                 missing = [name for name in names if name not in there]
-                if missing:
-                    raise RunStoreError(f"{path} is not a part of table {table}: it lacks {', '.join(missing)}")
-                found = part.read(names, use_threads=False).select(names)
+                if lacking := [name for name in missing if name not in optional]:
+                    raise RunStoreError(f"{path} is not a part of table {table}: it lacks {', '.join(lacking)}")
+                found = part.read([name for name in names if name in there], use_threads=False)
+            for name in missing:
+                found = found.append_column(declared.field(name), pa.nulls(found.num_rows, declared.field(name).type))
+            found = found.select(names)
             if not found.schema.equals(expected):
                 # Other spellings of the same dtypes pass, and other dtypes do not.
                 found = pl.concat([empty, pl.DataFrame(pl.from_arrow(found))]).to_arrow().cast(expected)

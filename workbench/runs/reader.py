@@ -14,7 +14,7 @@ Not here: which columns there are (schema, frames), foreign ledgers (foreign), p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -348,7 +348,7 @@ class Run:
         return held[1]
 
 
-def _keyed(key: str, name: str, values: dict[str, int | None]) -> pl.DataFrame:
+def _keyed(key: str, name: str, values: Mapping[str, int | None]) -> pl.DataFrame:
     """A mapping as two columns, to be joined."""
     columns = {key: list(values), name: list(values.values())}
     return pl.DataFrame(columns, schema={key: pl.String, name: pl.Int64}, strict=False)

@@ -34,6 +34,7 @@ DTYPES = {
     "list[u64]": ("uint64", "UInt64"),
     "list[u8]": ("uint8", "UInt8"),
     "list[f32]": ("float32", "Float32"),
+    "bytes": ("binary", "Binary"),
 }
 
 
@@ -45,6 +46,8 @@ class Column:
     dtype: str
     unit: str
     meaning: str
+    optional: bool = False
+    """Writers may leave it out, and parts of older runs lack it: it is null there."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -89,6 +92,9 @@ STEPS = (
     C("disagreeing_rows", "i64", "", "rows left out because trainer and sampler disagree about them"),
     C("token_lag_mean", "f64", "versions", "mean of trainer version - version of the token, over sampled tokens"),
     C("agreement_suspect", "str", "", "detectors that found something: shift_by_one, temperature, truncated_support"),
+    C("replay_coverage", "f64", "", "positions in the loss whose routes were replayed / all of them; null: no replay"),
+    C("router_agreement", "f64", "", "layers whose own router agrees with a replayed route / all; null: no replay"),
+    C("router_agreement_by_layer", "json", "", "layer -> the same share; null: no replay"),
     C("padding_rate", "f64", "", "padded tokens / tokens of all micro-batches"),
     C("grad_norm", "f64", "", "gradient norm before clipping"),
     C("token_in_rate", "f64", "", "token_in calls / all calls, unresolved and failed ones included"),
@@ -121,6 +127,14 @@ GROUPS = (
     C("terminal_selection_counts", "json", "", "method -> rollouts whose terminal call it named"),
     C("terminal_selection_fractions", "json", "", "the same as a share of the group's receipts"),
     C("heuristic_fraction", "f64", "", "receipts whose terminal was guessed by the heuristic / receipts"),
+    C(
+        "route_coverage",
+        "f64",
+        "",
+        "positions before a sampled token whose route is known / all of them; null: no replay",
+    ),
+    C("route_sentinel_fraction", "f64", "", "tokens of valid rows without a route / tokens; null: no replay"),
+    C("route_faults", "json", "", "cause -> calls of a chain whose routes could not be used"),
     C("witness_disagreements", "i64", "", "receipts whose witnesses named different sequences"),
     C("rejections", "json", "", "cause -> rollouts rejected for it"),
     C("duplicate_rows", "i64", "", "valid rows that equal an earlier sibling byte for byte"),
@@ -177,6 +191,7 @@ ROLLOUTS = (
 
 ROWS = (
     *ROLLOUTS,
+    C("route_plan", "json", "", "how the row's routes are put together; null without router replay", optional=True),
     C("token_ids", "list[u64]", "tokens", "ids_T"),
     C("token_mask", "list[u8]", "", "mask_T: 1 = sampled by the policy"),
     C("logprobs", "list[f32]", "nat", "logprob_T of the sampler; exactly 0 where the mask is 0"),
@@ -221,6 +236,13 @@ CALLS = (
     C("terminal", "bool", "", "the rollout's terminal call"),
     C("finish_reason", "str", "", "why the engine stopped"),
     C("extras", "json", "", "the digested extras tree; SQL null when none was staged"),
+    C(
+        "routes",
+        "bytes",
+        "",
+        "routed experts of the delta, little-endian; dtype and shape are in extras; null: none staged",
+        optional=True,
+    ),
     C("snapshot", "json", "", "staged fields that differ from the recorded ones, {} when none do"),
     C("token_ids", "list[u64]", "tokens", "ids_T of the delta"),
     C("token_mask", "list[f32]", "", "mask_T as staged: 0 carry, 1 generated"),
@@ -248,6 +270,13 @@ TRAIN = (
         "logprob_T of the trainer before the step; 0 where not sampled",
     ),
     C("delta", "list[f32]", "nat", "trainer - sampler log-prob; 0 where not sampled"),
+    C(
+        "route_agreement",
+        "list[f32]",
+        "",
+        "share of layers whose own router agrees with the replayed route of a token; NaN without one; null: no replay",
+        optional=True,
+    ),
 )
 
 TABLES: dict[str, tuple[Column, ...]] = {

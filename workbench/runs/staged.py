@@ -1,18 +1,24 @@
 """Staged: a stored call as the record that was staged, so that every digest can be recomputed from it.
 
-In: a row of the calls table, arrays included. Out: a `StagedCall`, digests unchecked. Invariant: the recorded fields,
+In: a row of the calls table, arrays included. Out: a `StagedCall`, digests unchecked. Routed experts lie in a column of
+their own as plain bytes, a third smaller than in their envelope, and the extras keep the envelope's head.
+Invariants: `together(*apart(extras))` gives the extras back, text for text; the recorded fields,
 and where the fetched call differed from them (`snapshot`), its own: what was wrong then is still wrong.
 Not here: recomputing (`workbench.wire`), comparing a whole run (`campaign.verify_run`).
 """
 
 from __future__ import annotations
 
+import base64
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import orjson
 
-from workbench.wire import StagedCall
+from workbench.errors import WireError
+from workbench.wire import StagedCall, decode_routes, encode_routes
+from workbench.wire.extras import ROUTED_EXPERTS
 
 _CALL_FIELDS = tuple(
     name
@@ -27,8 +33,32 @@ def staged_call(row: dict[str, Any]) -> StagedCall:
     fields |= orjson.loads(row["snapshot"] or "{}")
     return StagedCall.unverified(
         **fields,
-        extras=None if row["extras"] is None else orjson.loads(row["extras"]),
+        extras=together(None if row["extras"] is None else orjson.loads(row["extras"]), row["routes"]),
         token_ids_delta=np.asarray(row["token_ids"], dtype=np.uint64),
         token_mask_delta=np.asarray(row["token_mask"], dtype=np.float32),
         generation_log_probs_delta=np.asarray(row["logprobs"], dtype=np.float32),
     )
+
+
+def apart(extras: Mapping[str, Any] | None) -> tuple[Mapping[str, Any] | None, bytes | None]:
+    """A call's extras as they are stored: routed experts as bytes, their envelope without its payload.
+
+    Routes in another form than this code writes (a nested list, odd base64) stay where they are.
+    """
+    envelope = (extras or {}).get(ROUTED_EXPERTS)
+    if extras is None or not isinstance(envelope, str):
+        return extras, None
+    try:
+        values = decode_routes(envelope).values
+        if encode_routes(values) != envelope:
+            return extras, None
+    except WireError:
+        return extras, None
+    return {**extras, ROUTED_EXPERTS: envelope[: envelope.rindex(":") + 1]}, values.tobytes()
+
+
+def together(extras: dict[str, Any] | None, routes: bytes | None) -> dict[str, Any] | None:
+    """The extras that were staged, from what `apart` made of them."""
+    if routes is None or extras is None or ROUTED_EXPERTS not in extras:
+        return extras
+    return {**extras, ROUTED_EXPERTS: str(extras[ROUTED_EXPERTS]) + base64.b64encode(routes).decode("ascii")}

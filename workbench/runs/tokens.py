@@ -52,7 +52,15 @@ def row_tokens(row: dict[str, Any], trained: dict[str, Any] | None) -> pl.DataFr
         _where(mask_T, trained["trainer_logprobs"]).alias("trainer_logprob"),
         _where(mask_T, trained["delta"]).alias("delta"),
         pl.lit(trained["advantage"], dtype=pl.Float64).alias("advantage"),
+        *_agreement(trained.get("route_agreement")),
     )
+
+
+def _agreement(values: Sequence[float] | None) -> list[pl.Series]:
+    """Share of layers whose own router agrees with the replayed route; null where none was replayed."""
+    if values is None:
+        return []
+    return [pl.Series("route_agreement", values, dtype=pl.Float32).fill_nan(None)]
 
 
 def call_path_tokens(rollout_id: str, calls: Sequence[dict[str, Any]], call_id: str | None) -> pl.DataFrame:

@@ -63,12 +63,15 @@ def _sync_directory(path: Path) -> None:
 def write_part(path: Path, table: str, columns: Mapping[str, Sequence[Any]]) -> None:
     """Write one Parquet part of `table`: exactly its declared columns, atomically, fsynced.
 
-    `columns` maps every declared column to a sequence of equal length (numpy arrays are welcome in list columns).
+    `columns` maps every declared column to a sequence of equal length (numpy arrays are welcome in list columns); an
+    optional one that is left out is null.
     Raises RunStoreError when a column is missing, unknown or does not fit its dtype.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    rows = max((len(values) for values in columns.values()), default=0)
+    columns = {c.name: [None] * rows for c in schema.columns(table) if c.optional} | dict(columns)
     declared = [c.name for c in schema.columns(table)]
     missing, unknown = set(declared) - set(columns), set(columns) - set(declared)
     if missing or unknown:

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from workbench.errors import CaptureError, SetupError
 
 if TYPE_CHECKING:
@@ -46,6 +48,7 @@ def parse_serving_arguments(config: WorkerConfig) -> Any:
     }
     line = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
     line += ["--enforce-eager"] if config.enforce_eager else []
+    line += ["--enable-return-routed-experts"] if config.capture_routes and not records_routes_here() else []
     line += ["--disable-log-stats", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
     parser = config.tool_call_parser or tools_as_text.register()
     line += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
@@ -57,6 +60,32 @@ def parse_serving_arguments(config: WorkerConfig) -> Any:
     except (SystemExit, TypeError, ValueError) as error:
         raise SetupError(f"vLLM refuses the worker's settings: {error}") from error
     return parsed
+
+
+def records_routes_here() -> bool:
+    """Whether routes come from our own recorder: on a CPU, where vLLM cannot return them (`expert_routes`)."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+async def record_routes(engine: Any) -> None:
+    """Have the engine write down routes from now on. Raises SetupError for a model without experts."""
+    try:
+        await engine.collective_rpc("workbench_record_routes")
+    except Exception as error:
+        raise SetupError(
+            f"The engine cannot record routed experts: {error} Next: set token_capture.routes to false, or train a "
+            "model with experts."
+        ) from error
+
+
+async def take_routes(engine: Any, request_id: str, start: int, end: int) -> np.ndarray | None:
+    """Routes [end - start, layers, topk] of input tokens [start, end) of a request that is over; None without them."""
+    answers = await engine.collective_rpc("workbench_take_routes", args=(request_id, start, end))
+    # Every rank of a tensor-parallel engine sees the same routes.
+    rows = answers[0]
+    return np.frombuffer(rows["data"], dtype=rows["dtype"]).reshape(rows["shape"]) if rows else None
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Weights: what runs inside the engine's own processes, to load new weights whole and to end when the server ends.
 
-vLLM mixes `EngineSide` into its worker class and calls it by name (`collective_rpc`). Three things need code there:
+vLLM mixes `EngineSide` into its worker class and calls it by name (`collective_rpc`). Four things need code there:
 - Reloading. On a CPU vLLM keeps packed copies of weight matrices. Its own reload renews those of linear layers but,
   with tied embeddings, not the output head's, and the engine then samples from a mixed model without a word. So every
   embedding that has a packed copy is packed again from its new weight.
@@ -8,7 +8,8 @@ vLLM mixes `EngineSide` into its worker class and calls it by name (`collective_
   log-probs could tell that an engine kept its old weights. Weights can: what the engine shows under the file's own
   names must equal the file, and a packed copy must give back the weight that it was packed from.
 - Dying. The engine's processes watch the server's; when that is gone, killed too, they end within a second.
-Invariant: return values are plain numbers and strings; anything else would stop vLLM's message thread.
+- Recording the experts that tokens went to, where vLLM does not do it itself (`expert_routes`).
+Invariant: return values are plain numbers, strings and bytes; anything else would stop vLLM's message thread.
 Not here: pausing generation, the prefix cache, version numbers (worker).
 """
 
@@ -19,6 +20,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from workbench.errors import WeightSyncError
 
@@ -63,6 +66,21 @@ class EngineSide:
         watch = threading.Thread(target=_end_after, args=(server, core), name="workbench-parent-watch", daemon=True)
         watch.start()
         return os.getpid()
+
+    def workbench_record_routes(self) -> dict[str, int]:
+        """From now on write down the routes of every request. Raises ValueError for a model without experts."""
+        from workbench.serving.expert_routes import RouteRecorder
+
+        self._workbench_routes = RouteRecorder(self.model_runner)  # type: ignore[attr-defined]
+        layers, topk = self._workbench_routes.shape
+        return {"layers": layers, "topk": topk}
+
+    def workbench_take_routes(self, request_id: str, start: int, end: int) -> dict[str, Any]:
+        """Routes of input tokens [start, end) of a request that is over: dtype, shape and bytes; {} without them."""
+        rows = self._workbench_routes.take(request_id, start, end)
+        if rows is None:
+            return {}
+        return {"dtype": rows.dtype.name, "shape": list(rows.shape), "data": np.ascontiguousarray(rows).tobytes()}
 
 
 def _repack_embeddings(model: object) -> int:

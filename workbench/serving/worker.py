@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import socket
 import time
@@ -61,6 +62,8 @@ class WorkerConfig(BaseModel):
     cache_bytes: int = Field(default=64 * 2**20, ge=0)
     """Memory for recent calls' cumulative ids; 0 reads every parent from the staging store."""
     capture_enabled: bool = True
+    capture_routes: bool = False
+    """Record the experts that each token went to. Refused at start for a model without experts."""
     seed: int = 0
     logprobs_mode: Literal["processed_logprobs"] = "processed_logprobs"
     """Log-probs of the distribution that was sampled from. Pinned: raw ones would be those of another policy."""
@@ -144,6 +147,10 @@ class PolicyServer:
         arguments = await asyncio.to_thread(vllm_runtime.parse_serving_arguments, config)
         self.engine = await asyncio.to_thread(vllm_runtime.start_engine, config, arguments)
         await self.engine.collective_rpc("workbench_die_with", args=(os.getpid(),))
+        if config.capture_routes and vllm_runtime.records_routes_here():
+            await vllm_runtime.record_routes(self.engine)
+            if self.capture is not None:
+                self.capture.take_routes = functools.partial(vllm_runtime.take_routes, self.engine)
         stops = vllm_runtime.stop_token_ids(self.engine, self.tokenizer)
         return await vllm_runtime.build_app(self._wrap(self.engine, stops), arguments)
 

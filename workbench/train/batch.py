@@ -44,6 +44,7 @@ class MicroBatch:
     loss_mask: torch.Tensor  # (B, T) bool: those of them that enter the loss
     old_logprobs: torch.Tensor  # (B, T) float32, the sampler's; 0 where not scored
     temperatures: torch.Tensor  # (B, T) float32, what each token's logits are divided by
+    routes: torch.Tensor | None = None  # (B, T, L, K) int32, -1 where unknown or padded; None: no row has any
 
     @property
     def padding(self) -> int:
@@ -86,7 +87,21 @@ def _pad(
         loss[b, :T] = torch.from_numpy(masks[place][:T].copy())
         old[b, :T] = torch.from_numpy(row.logprobs[:T].copy())
         divisors[b, :T] = torch.from_numpy(row.temperatures(temperature)[:T])
-    return MicroBatch(positions, lengths, ids, scored, loss & scored, old.masked_fill(~scored, 0.0), divisors)
+    return MicroBatch(
+        positions, lengths, ids, scored, loss & scored, old.masked_fill(~scored, 0.0), divisors,
+        _pad_routes([rows[place].routes for place in positions], lengths),
+    )  # fmt: skip
+
+
+def _pad_routes(routes: Sequence[np.ndarray | None], lengths: list[int]) -> torch.Tensor | None:
+    shape = next((values.shape[1:] for values in routes if values is not None), None)
+    if shape is None:
+        return None
+    out = torch.full((len(routes), max(lengths), *shape), -1, dtype=torch.int32)
+    for b, (values, T) in enumerate(zip(routes, lengths, strict=True)):
+        if values is not None:
+            out[b, :T] = torch.from_numpy(values[:T].astype(np.int32))
+    return out
 
 
 def token_logprobs(

@@ -17,6 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -42,6 +43,14 @@ def publish(
     for old in published(directory)[:-keep]:
         shutil.rmtree(directory / f"v{old}", ignore_errors=True)
     return target
+
+
+def names_in_file(model: Any, weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """`weights` under the names and in the shapes that a Hugging Face file of `model` has, where the model's differ:
+    transformers holds the experts of a layer as one tensor, files and engines hold each by itself."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(model, dict(weights))
 
 
 def write_model(folder: Path, weights: Mapping[str, torch.Tensor], source: Path, dtype: torch.dtype) -> None:

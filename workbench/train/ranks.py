@@ -5,7 +5,8 @@
 
 Every rank reads the batch's rows itself and decides the same votes, so only log-probs and sums are exchanged. Ranks
 must run equally many passes, because every pass gathers weights: where shares are unequal, the shorter ones run a
-micro-batch again with nothing in its loss. Weights are gathered whole for publishing and written by rank 0.
+micro-batch again with nothing in its loss. Routes of a mixture of experts are read by rank 0 and broadcast. Weights are
+gathered whole for publishing and written by rank 0.
 Invariant: R ranks give one rank's update up to the order of its sums. gloo on a CPU, NCCL on a GPU.
 Limits: checkpoints are one process's (the recipe refuses them together); a rank keeps gathered weights until its
 backward pass is over; the KL reference is held whole by every rank.
@@ -29,7 +30,8 @@ import torch.distributed as dist
 from workbench.errors import TrainerError
 from workbench.train import checkpoint
 from workbench.train.batch import MicroBatch, token_logprobs
-from workbench.train.rows import RowSource
+from workbench.train.route_transport import broadcast_routes
+from workbench.train.rows import RowSource, TrainPartition, TrainRow
 from workbench.train.trainer import Trainer
 from workbench.train.votes import Ballot
 
@@ -73,6 +75,26 @@ class RankTrainer(Trainer):
         self._loss_scale = float(self.ranks)
         return list(model.parameters())
 
+    def _partition(self) -> TrainPartition:
+        return TrainPartition(routes=self.config.router_replay == "direct" and self.rank == 0)
+
+    def _with_routes(self, rows: Sequence[TrainRow]) -> Sequence[TrainRow]:
+        """Rank 0 reads the routes, the others get them from it."""
+        if self._replay is None:
+            return rows
+        problem: list[str | None] = [None]
+        if self.rank == 0:
+            try:
+                rows = super()._with_routes(rows)
+            except TrainerError as error:
+                problem = [str(error)]
+        # So that a rank does not wait for routes that will never come.
+        dist.broadcast_object_list(problem, src=0)
+        if problem[0] is not None:
+            raise TrainerError(problem[0])
+        routes = broadcast_routes([row.routes for row in rows] if self.rank == 0 else None)
+        return [replace(row, routes=values) for row, values in zip(rows, routes, strict=True)]
+
     def _refresh(self) -> None:
         """Nothing to do: the lower precision is that of the gathered copies."""
 
@@ -89,12 +111,16 @@ class RankTrainer(Trainer):
         self, batches: Sequence[MicroBatch], trainer_NT: list[np.ndarray], ballot: Ballot, sums: tuple[float, float]
     ) -> tuple[float, float]:
         places = [place for batch in batches[self.rank :: self.ranks] for place in batch.positions]
-        own = {place: (trainer_NT[place], ballot.masks[place], ballot.left_out[place]) for place in places}
+        own = {
+            place: (trainer_NT[place], ballot.masks[place], ballot.left_out[place], self._agreement_NT[place])
+            for place in places
+        }
         shares: list[Any] = [None] * self.ranks
         dist.all_gather_object(shares, (own, sums))
         for theirs, _ in shares:
-            for place, (values, mask, why) in theirs.items():
+            for place, (values, mask, why, agreement) in theirs.items():
                 trainer_NT[place], ballot.masks[place], ballot.left_out[place] = values, mask, why
+                self._agreement_NT[place] = agreement
         return sum(loss for _, (loss, _) in shares), sum(kl for _, (_, kl) in shares)
 
     def _keeps_records(self) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from workbench.runs.agreement import examine
 from workbench.train.loss import AGREEMENT_METRICS, loss_metrics
+from workbench.train.route_rows import coverage
 from workbench.train.rows import TrainRow
 from workbench.train.settings import TrainerConfig
 from workbench.train.votes import DISAGREES, Ballot
@@ -50,10 +51,36 @@ def step_metrics(
     )
 
 
+def replay_metrics(
+    rows: Sequence[TrainRow],
+    masks: Sequence[np.ndarray],
+    agreement_NT: Sequence[np.ndarray | None],
+    layers: Sequence[int],
+) -> dict[str, Any]:
+    """Of router replay: `replay_coverage`, the share of positions in the loss whose routes were replayed;
+    `router_agreement`, how often the model's own router would have chosen the same experts, over tokens and layers, and
+    `router_agreement_by_layer`, by the layer's index in `layers`. None where nothing was replayed."""
+    covered, positions = coverage(rows, masks)
+    held = [values for values in agreement_NT if values is not None]
+    same_TL = np.concatenate(held) if held else np.zeros((0, 0))
+    same_TL = same_TL[~np.isnan(same_TL).all(axis=1)] if same_TL.size else same_TL
+    return {
+        "replay_coverage": covered / positions if positions else None,
+        "router_agreement": float(np.nanmean(same_TL)) if same_TL.size else None,
+        "router_agreement_by_layer": dict(zip(map(str, layers), np.nanmean(same_TL, axis=0).tolist(), strict=True))
+        if same_TL.size
+        else None,
+    }
+
+
 def train_part(
-    step: int, rows: Sequence[TrainRow], ballot: Ballot, trainer_NT: Sequence[np.ndarray]
+    step: int,
+    rows: Sequence[TrainRow],
+    ballot: Ballot,
+    trainer_NT: Sequence[np.ndarray],
+    agreement_NT: Sequence[np.ndarray | None] | None = None,
 ) -> dict[str, list[Any]]:
-    """The columns of table `train`: one entry a row."""
+    """The columns of table `train`: one entry a row. `agreement_NT`: (T, layers) a row, of router replay."""
     delta_NT = [
         np.where(row.loss_mask, ours - row.logprobs, np.float32(0.0)).astype(np.float32)
         for ours, row in zip(trainer_NT, rows, strict=True)
@@ -69,4 +96,17 @@ def train_part(
         "loss_mask": [mask.astype(np.uint8) for mask in ballot.masks],
         "trainer_logprobs": list(trainer_NT),
         "delta": delta_NT,
+        "route_agreement": [None] * len(rows) if agreement_NT is None else _by_token(rows, agreement_NT),
     }
+
+
+def _by_token(rows: Sequence[TrainRow], agreement_NT: Sequence[np.ndarray | None]) -> list[np.ndarray]:
+    """(T,) float32 a row: mean over layers, NaN where nothing was replayed."""
+    out = []
+    for row, values_TL in zip(rows, agreement_NT, strict=True):
+        mean_T = np.full(len(row.token_ids), np.nan, dtype=np.float32)
+        if values_TL is not None:
+            known_T = ~np.isnan(values_TL).all(axis=1)
+            mean_T[: len(values_TL)][known_T] = np.nanmean(values_TL[known_T], axis=1)
+        out.append(mean_T)
+    return out

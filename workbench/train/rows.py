@@ -3,7 +3,8 @@
     source = TrainPartition(); rows = source.fetch(keys); ...; source.clear(keys)
 
 Columns of a row, written by the finalizer: `token_ids` int64[T], `token_mask` uint8[T], `logprobs` float32[T] (the
-sampler's; 0 where the mask is 0), `meta` uint8[...] (JSON: rollout_id, group_id, index, reward, sample_mask, ...).
+sampler's; 0 where the mask is 0), `meta` uint8[...] (JSON: rollout_id, group_id, index, reward, sample_mask, ...) and,
+for router replay, `routes` [T, layers, topk]; where they are fetched later, `meta` has the plan instead.
 Invariant: `fetch` returns exactly the rows asked for, in the order asked, or raises: a batch read leaves out missing
 keys and fields silently, and a step on fewer rows would be a step on another batch.
 Not here: writing rows (finalizer), choosing them (buffer).
@@ -22,6 +23,7 @@ import orjson
 from workbench.errors import TrainerError
 
 COLUMNS = ("token_ids", "token_mask", "logprobs", "meta")
+ROUTES = "routes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class TrainRow:
     token_mask: np.ndarray
     logprobs: np.ndarray
     meta: Mapping[str, Any] = field(default_factory=dict)
+    routes: np.ndarray | None = None
+    """[T, layers, topk] experts of each token as input, -1 where unknown; None: the row has none (yet)."""
 
     def __post_init__(self) -> None:
         T = len(self.token_ids)
@@ -47,6 +51,8 @@ class TrainRow:
                 f"expected ids, mask and log-probs of one length T >= 1, got {self.token_ids.shape}, "
                 f"{self.token_mask.shape} and {self.logprobs.shape}",
             )
+        if self.routes is not None and (self.routes.ndim != 3 or len(self.routes) != T):
+            raise _unusable(self.rollout_id, f"expected routes [{T}, layers, topk], got {list(self.routes.shape)}")
         if self.token_mask[0]:
             raise _unusable(self.rollout_id, "its first token is marked as sampled, but nothing came before it")
         if self.sample_mask and not np.isfinite(self.logprobs[self.token_mask]).all():
@@ -100,10 +106,14 @@ class RowSource(Protocol):
 
 
 class TrainPartition:
-    """The `train` partition of the running data plane. Blocking; `deadline_s` bounds each request."""
+    """The `train` partition of the running data plane. Blocking; `deadline_s` bounds each request.
 
-    def __init__(self, deadline_s: float = 60.0) -> None:
+    `routes`: rows have a column of routed experts and it is read too.
+    """
+
+    def __init__(self, deadline_s: float = 60.0, *, routes: bool = False) -> None:
         self._deadline_s = deadline_s
+        self._fields = [*COLUMNS, ROUTES] if routes else COLUMNS
 
     def fetch(self, keys: Sequence[str]) -> list[TrainRow]:
         """Rows in the order asked. Raises TrainerError naming the keys that did not come back whole."""
@@ -112,7 +122,9 @@ class TrainPartition:
         wanted = _distinct(keys)
         dataplane.connect_blocking()
         try:
-            batch = asyncio.run(dataplane.get(dataplane.TRAIN, wanted, fields=COLUMNS, deadline_s=self._deadline_s))
+            batch = asyncio.run(
+                dataplane.get(dataplane.TRAIN, wanted, fields=self._fields, deadline_s=self._deadline_s)
+            )
         except ValueError as error:  # no key is there at all, or one is a tag without a row
             raise TrainerError(
                 f"None of {len(wanted)} training rows could be read ({wanted[0]}, …): {error}. They were cleared "
@@ -153,6 +165,8 @@ def unpack_row(columns: Mapping[str, np.ndarray]) -> TrainRow:
         reward = meta["reward"]
     except (ValueError, KeyError, TypeError) as error:
         raise TrainerError(f"A training row's metadata cannot be read: {type(error).__name__}: {error}.") from error
+    if ROUTES in columns and columns[ROUTES].dtype.name not in ("int8", "int16", "int32"):
+        raise _unusable(rollout_id, f"routes must be int8, int16 or int32, got {columns[ROUTES].dtype}")
     for name, dtype in (("token_ids", np.int64), ("token_mask", np.uint8), ("logprobs", np.float32)):
         if columns[name].dtype != dtype:
             raise _unusable(rollout_id, f"{name} must be {np.dtype(dtype)}, got {columns[name].dtype}")
@@ -167,6 +181,7 @@ def unpack_row(columns: Mapping[str, np.ndarray]) -> TrainRow:
         token_mask=columns["token_mask"].astype(bool),
         logprobs=columns["logprobs"],
         meta=meta,
+        routes=columns.get(ROUTES),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typing
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -17,6 +17,7 @@ from workbench.train.kl import KlEstimator
 from workbench.train.loss import Reduction
 from workbench.train.votes import OffPolicy
 
+RouterReplayMode = Literal["none", "direct", "deferred"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -65,6 +66,9 @@ class TrainerConfig:
     """What happens to tokens sampled from weights more than `max_lag` versions old: see `workbench.train.votes`."""
     max_lag: int = 0
     """Versions that a token may lag behind the weights being trained before `off_policy` applies."""
+    router_replay: RouterReplayMode = "none"
+    """Where the routes come from that a mixture of experts replays: none, `direct` (they ride in the rows) or
+    `deferred` (they are read from the run store when a row is trained)."""
     seed: int = 0
     """Of torch's generator and of the shuffled control."""
 
@@ -82,6 +86,7 @@ class TrainerConfig:
             "reduction": typing.get_args(Reduction),
             "kl_estimator": typing.get_args(KlEstimator),
             "off_policy": typing.get_args(OffPolicy),
+            "router_replay": typing.get_args(RouterReplayMode),
         }
         for name, allowed in choices.items():
             if getattr(config, name) not in allowed:

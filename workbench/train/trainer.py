@@ -5,6 +5,7 @@
 Weights, gradients and optimiser state are float32. With `dtype: bfloat16` the forward and backward pass runs on a
 bfloat16 copy (on a CPU with AVX-512 BF16 about twice as fast), gradients are summed and applied in float32, so that
 updates smaller than a bfloat16 step are not lost.
+With router replay the rows' experts are forced upon the model in both passes (replay).
 Invariants: a step trains exactly the rows asked for; rows are cleared only after the step's Parquet part is on disk;
 a batch of placeholders changes no weight. With one seed and thread count two runs are bit-identical.
 With a KL penalty a second, frozen copy of the starting model is held: its parameters in `dtype` (SmolLM2-135M: 0.54 GB
@@ -15,6 +16,7 @@ Not here: which rows (buffer), who votes (votes), what is recorded (record), loa
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -35,9 +37,11 @@ from workbench.train import checkpoint
 from workbench.train.agreement import check_alignment, row_errors
 from workbench.train.batch import MicroBatch, check_head, micro_batches, recomputed_layers, score, token_logprobs
 from workbench.train.loss import grpo_loss
-from workbench.train.publish import publish
-from workbench.train.record import step_metrics, train_part
+from workbench.train.publish import names_in_file, publish
+from workbench.train.record import replay_metrics, step_metrics, train_part
+from workbench.train.replay import RouterReplay
 from workbench.train.restore import check_same_weights, newest_checkpoint, stored_step
+from workbench.train.route_rows import check_coverage, fetch_routes
 from workbench.train.rows import RowSource, TrainPartition, TrainRow, match_rows
 from workbench.train.settings import DTYPES, TrainerConfig
 from workbench.train.votes import DISAGREES, Ballot, cast_votes
@@ -57,11 +61,13 @@ class Trainer:
         torch.manual_seed(self.config.seed)
         self.run_dir = Path(self.config.run_dir)
         self.model_path = resolve(self.config.model_path)
-        self.source: RowSource = source or TrainPartition()
+        self.source: RowSource = source or self._partition()
         self.model = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=torch.float32)
         check_head(self.model)
         # No dropout: the ratio must be about the distribution that was sampled from.
         self.model.eval()
+        # Before the weights are split up: its check needs whole ones. The reference below keeps its own routers.
+        self._replay = RouterReplay(self.model) if self.config.router_replay != "none" else None
         self._reference = None
         if self.config.kl_coef:
             self._reference = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=DTYPES[self.config.dtype])
@@ -71,6 +77,9 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(
             self._weights, lr=self.config.learning_rate, weight_decay=self.config.weight_decay, fused=True
         )
+
+    def _partition(self) -> TrainPartition:
+        return TrainPartition(routes=self.config.router_replay == "direct")
 
     def _hold(self) -> list[torch.Tensor]:
         """The float32 weights that are updated, in the order of the model's parameters."""
@@ -137,11 +146,14 @@ class Trainer:
         """
         config, began = self.config, time.monotonic()
         self._check_ids(rows)
+        rows = self._with_routes(rows)
         # Step n is computed with the weights of version n - 1.
         ballot = cast_votes(
             rows, version=step - 1, advantage=config.advantage, off_policy=config.off_policy, max_lag=config.max_lag,
             shuffle_seed=config.seed,
         )  # fmt: skip
+        if self._replay is not None:
+            check_coverage(step, rows, ballot.masks)
         trainer_NT, passed = self.backward(rows, ballot)
         check_alignment(step, trainer_NT, [row.logprobs for row in rows], [row.loss_mask for row in rows])
         voted = any(mask.any() for mask in ballot.masks)
@@ -149,9 +161,25 @@ class Trainer:
         metrics = (
             step_metrics(config, rows, ballot, trainer_NT)
             | passed
+            | (
+                replay_metrics(rows, ballot.masks, self._agreement_NT, sorted(self._replay.layers))
+                if self._replay is not None
+                else {}
+            )
             | {"grad_norm": grad_norm, "optimizer_stepped": int(voted), "seconds": time.monotonic() - began}
         )
-        return metrics, train_part(step, rows, ballot, trainer_NT)
+        return metrics, train_part(step, rows, ballot, trainer_NT, self._agreement_NT if self._replay else None)
+
+    def _with_routes(self, rows: Sequence[TrainRow]) -> Sequence[TrainRow]:
+        """The rows with their routes, of the model's own shape; as they are without router replay."""
+        if self._replay is None:
+            return rows
+        if self.config.router_replay == "deferred":
+            rows = fetch_routes(self.run_dir, rows)
+        for row in rows:
+            if row.routes is not None:
+                self._replay.check(row.rollout_id, *row.routes.shape[1:])
+        return rows
 
     def backward(self, rows: Sequence[TrainRow], ballot: Ballot) -> tuple[list[np.ndarray], dict[str, Any]]:
         """Leave the loss's gradient in the weights; no weight changes.
@@ -163,6 +191,7 @@ class Trainer:
         batches = micro_batches(rows, config.micro_batch_tokens, ballot.masks, config.temperature)
         planned = self._count(ballot)
         trainer_NT = [np.zeros(len(row.token_ids), dtype=np.float32) for row in rows]
+        self._agreement_NT: list[np.ndarray | None] = [None] * len(rows)
         self._zero_grad()
         loss_sum = kl_sum = 0.0
         for batch in self._mine(batches):
@@ -198,10 +227,18 @@ class Trainer:
         self, batch: MicroBatch, ballot: Ballot, normalizer: int, trainer_NT: list[np.ndarray]
     ) -> tuple[float, float]:
         """Forward and backward pass of one micro-batch: its share of the loss, and the mean KL of its loss tokens."""
+        # Layers that are recomputed in the backward pass choose their experts again.
+        with self._replay.forced(batch.routes) if self._replay is not None else contextlib.nullcontext():
+            return self._passes(batch, ballot, normalizer, trainer_NT)
+
+    def _passes(
+        self, batch: MicroBatch, ballot: Ballot, normalizer: int, trainer_NT: list[np.ndarray]
+    ) -> tuple[float, float]:
         config = self.config
         # One row alone that is longer than the bound: without its layers' activations it does not exhaust memory.
         with recomputed_layers(self.model, batch.ids.numel() > config.micro_batch_tokens):
             logprobs = self._token_logprobs(batch.ids, batch.scored, batch.temperatures)
+        self._note_agreement(batch)
         own = logprobs.detach().numpy()
         for place, length, values_T in zip(batch.positions, batch.lengths, own, strict=True):
             trainer_NT[place][:length] = values_T[:length]
@@ -218,6 +255,14 @@ class Trainer:
         )  # fmt: skip
         (loss * self._loss_scale).backward()
         return float(loss.detach()), metrics.get("kl_penalty") or 0.0
+
+    def _note_agreement(self, batch: MicroBatch) -> None:
+        agreement = self._replay.agreement() if self._replay is not None else None
+        if agreement is None:
+            return
+        by_row = agreement.reshape(*batch.ids.shape, -1).numpy()  # (B, T, layers with experts)
+        for place, length, values_TL in zip(batch.positions, batch.lengths, by_row, strict=True):
+            self._agreement_NT[place] = values_TL[:length]
 
     def _leave_out_disagreeing(self, batch: MicroBatch, ballot: Ballot, own: np.ndarray) -> None:
         limit = self.config.max_mult_prob_error
@@ -268,7 +313,8 @@ class Trainer:
         """Write `weights/v<version>` below the run directory for the engine; the last two stay. Returns the folder."""
         weights, directory = self.float32_weights(), self.run_dir / "weights"
         if self._keeps_records():
-            publish(weights, self.model_path, directory, version, DTYPES[self.config.publish_dtype])
+            named = names_in_file(self.model, weights)
+            publish(named, self.model_path, directory, version, DTYPES[self.config.publish_dtype])
         return str(directory / f"v{version}")
 
     def save_checkpoint(self, step: int, keep: int) -> dict[str, Any]:

@@ -53,14 +53,21 @@ def encode_routes(values: np.ndarray) -> str:
     values = np.asarray(values)
     if values.ndim != 3 or 0 in values.shape or values.dtype.kind not in "iu":
         raise WireError(f"routes must be integers [tokens, layers, topk], got {values.dtype}{list(values.shape)}")
-    name = _WIDENED.get(values.dtype.name)
-    if name is None:
-        name, limits = "int32", np.iinfo(np.int32)
-        if int(values.min()) < limits.min or int(values.max()) > limits.max:
-            raise WireError(f"routes of dtype {values.dtype} hold ids beyond int32")
+    values = widened(values)
+    name = values.dtype.name
     raw = np.ascontiguousarray(values, dtype=_WIRE_DTYPES[name]).tobytes()
     shape = "x".join(map(str, values.shape))
     return f"{ROUTES_MAGIC}:{name}:{shape}:{base64.b64encode(raw).decode('ascii')}"
+
+
+def widened(values: np.ndarray) -> np.ndarray:
+    """Integer ids in the dtype they have on the wire; an unsigned one takes the next signed width. WireError beyond."""
+    name = _WIDENED.get(values.dtype.name)
+    if name is None:
+        name, limits = "int32", np.iinfo(np.int32)
+        if values.size and (int(values.min()) < limits.min or int(values.max()) > limits.max):
+            raise WireError(f"routes of dtype {values.dtype} hold ids beyond int32")
+    return values.astype(name, copy=False)
 
 
 def decode_routes(payload: str | list[Any]) -> Routes:

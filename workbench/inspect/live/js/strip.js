@@ -105,6 +105,7 @@ function buildStrip(shell) {
     const said = [mark("border-bottom:2px solid var(--wb-orange)", "sampled by the policy"), mark("outline:1px solid var(--wb-muted)", "special token")];
     const signal = pane.signal;
     if (signal === "mask") said.push(mark(hatch, "carried, mask 0"));
+    if (signal === "agreement") said.push(h("span", { text: "bright and thick bar: the trainer's own routers would choose other experts" }));
     if (signal === "role") said.push(h("span", { text: "gutter: first letter of the role, ▁ sampled" }));
     if (signal === "logprob" || signal === "trainer") said.push(h("span", { text: `bright and thick bar: unlikely (full at ${tokens.scale(signal).toFixed(2)} nat)` }));
     if (["delta", "ratio", "advantage"].includes(signal)) {

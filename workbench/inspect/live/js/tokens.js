@@ -57,6 +57,7 @@ export class Tokens {
     if (signal === "advantage") return this.spanValue(this.advantages, i);
     if (signal === "version") return this.spanValue(this.versions, i);
     if (signal === "route") return this.spanValue(this.routes, i);
+    if (signal === "agreement") return this.agreement(i);
     if (signal === "role") return this.role(i);
     if (signal === "mask") return this.flags[i] & SAMPLED;
     const column = this.columns[signal === "ratio" ? "delta" : signal];
@@ -64,6 +65,12 @@ export class Tokens {
     const number = column[this.sampledBefore[i]];
     if (Number.isNaN(number)) return null;
     return signal === "ratio" ? Math.exp(number) : number;
+  }
+
+  /** Share of layers whose own router agrees with the replayed route, or null where none was replayed. */
+  agreement(i) {
+    const share = this.columns.agreement?.[i] ?? 255;
+    return share === 255 ? null : share / 254;
   }
 
   spanValue(spans, i) {
@@ -78,6 +85,7 @@ export class Tokens {
     if (signal === "role") return this.sampled(i) ? { rgb: [232, 135, 43], alpha: 0.2, level: 0 } : category(value);
     if (signal === "mask") return value ? { rgb: [232, 135, 43], alpha: 0.28, level: 0 } : null;
     if (signal === "route") return category({ full: 3, tail: 4, sentinel: 0 }[value] ?? 0);
+    if (signal === "agreement") return sequential(1 - value);
     if (signal === "version") return category(1 + (value % 6));
     const scale = this.scale(signal);
     if (signal === "logprob" || signal === "trainer") return sequential(value / scale);
