@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import httpx
 import openai
 
 from benchmarks.measure import Figure, Growth
@@ -32,9 +31,11 @@ class CountedBytes:
     def __init__(self) -> None:
         self.count = 0
         self.ids = 0
-        self.http = httpx.AsyncClient(timeout=60.0, trust_env=False, event_hooks={"response": [self._take]})
+        self.http = openai.DefaultAsyncHttpxClient(
+            timeout=60.0, trust_env=False, event_hooks={"response": [self._take]}
+        )
 
-    async def _take(self, response: httpx.Response) -> None:
+    async def _take(self, response: Any) -> None:
         answer = await response.aread()
         self.count += len(response.request.content) + len(answer)
         self.ids += answer.count(b'token_ids"')

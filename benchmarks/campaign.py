@@ -65,7 +65,7 @@ async def _campaign(run_dir: Path) -> tuple[Clocked, list[dict[str, Any]], list[
         clock.mark("end")
         return result
 
-    Campaign.run = clocked  # type: ignore[method-assign]
+    Campaign.run = clocked  # type: ignore[method-assign, assignment]
     try:
         await run_campaign(load_recipe("cpu_smollm2", RECIPE), run_dir)
     finally:
@@ -81,7 +81,7 @@ def measure() -> list[Figure | Growth]:
         run_dir = Path(scratch) / "bench"
         clock, steps, copies = asyncio.run(_campaign(run_dir))
         events = [orjson.loads(line) for line in (run_dir / "events.jsonl").read_bytes().splitlines()]
-    finished = next((event for event in events if event["kind"] == "finished"), {})
+    finished: dict[str, Any] = next((event for event in events if event["kind"] == "finished"), {})
     lag_s = finished.get("loop_lag_p99_s")
     lag = "controller: loop lag p99"
     syncs = [step["worker_timings_s"] for step in steps if "worker_timings_s" in step]

@@ -1,22 +1,23 @@
-"""Frames: a run of 10,000 rollouts, opened in a new process, to its first table.
+"""Frames: a run of 10,000 rollouts, opened anew, to its first table.
 
-The run is made once by the product's own writer: groups of 16 rollouts with 300 tokens each; smaller
-runs are its first groups. A new process imports,
-opens the run and shows the head of `rollouts`; memory is that process's peak beside one that only imports.
+The run is made once by the product's own writer: groups of 16 rollouts with 300 tokens each; smaller runs are its first
+groups. Timed is opening it and showing the head of `rollouts`, nothing of it known before; memory is the peak of a new
+process that does so, less that of one which only imports.
 """
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import orjson
 
-from benchmarks.measure import Figure, Growth, in_memory, median
+from benchmarks.measure import Figure, Growth, alternate, in_memory, median, timed
+from workbench import runs
 from workbench.runs import schema
 from workbench.runs.writer import RunWriter, write_part
 
@@ -24,14 +25,12 @@ ROLLOUTS, A_GROUP, TOKENS = 10_000, 16, 300
 SIZES = (1_250, 2_500, 5_000, 10_000)
 ROUNDS = 7
 
-_OPEN = """
-import json, resource, sys, time
+_PEAK = """
+import resource, sys
 import polars, workbench.runs
-began, spent = time.perf_counter(), time.process_time()
 if len(sys.argv) > 1:
     str(workbench.runs.open(sys.argv[1]).rollouts.head(20))
-took = {"wall": time.perf_counter() - began, "processor": time.process_time() - spent}
-print(json.dumps(took | {"kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
@@ -85,11 +84,15 @@ def _row(group_id: str, rollout_id: str, index: int, rng: np.random.Generator) -
     }
 
 
-def opened(path: Path | None) -> dict[str, float]:
-    """Seconds to the first table in a new process, imports not counted, and its peak memory."""
-    command = [sys.executable, "-c", _OPEN, *([str(path)] if path else [])]
-    answer: dict[str, float] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-    return answer
+def first_table(path: Path) -> Callable[[], str]:
+    """Open the run anew and show the head of its rollouts."""
+    return lambda: str(runs.open(path).rollouts.head(20))
+
+
+def peak_mib(path: Path | None) -> float:
+    """Peak memory of a new process that opens the run, or only imports."""
+    command = [sys.executable, "-c", _PEAK, *([str(path)] if path else [])]
+    return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout) / 1024
 
 
 def measure() -> list[Figure | Growth]:
@@ -97,26 +100,18 @@ def measure() -> list[Figure | Growth]:
     # In memory where there is such a place: making the run waits for the disk 2,000 times, and reading it does not.
     with tempfile.TemporaryDirectory(dir=in_memory()) as scratch:
         whole = make_run(Path(scratch) / "run", ROLLOUTS)
-        runs = {size: first_groups(whole, Path(scratch) / f"run{size}", size // A_GROUP) for size in SIZES}
-        opened(runs[ROLLOUTS])
-        taken = {size: [opened(runs[size]) for _ in range(ROUNDS)] for size in SIZES}
-        idle = [opened(None) for _ in range(3)]
-    most = taken[ROLLOUTS]
+        parts = {size: first_groups(whole, Path(scratch) / f"run{size}", size // A_GROUP) for size in SIZES}
+        samples = alternate({str(size): timed(first_table(path)) for size, path in parts.items()}, ROUNDS)
+        grown = peak_mib(parts[ROLLOUTS]) - peak_mib(None)
     name = "opening a run of 10,000 rollouts, to the first table"
-    grown = (np.array([one["kib"] for one in most]) - np.median([one["kib"] for one in idle])) / 1024
+    note = "Rows without their token arrays, which are read for one rollout at a time."
     return [
-        median(name, [one["processor"] for one in most], "ms", 1e3, at_most=300.0),
-        median(f"{name}: wall", [one["wall"] for one in most], "ms", 1e3),
-        median(
-            f"{name}: memory",
-            grown,
-            "MiB",
-            note="Rows without their token arrays, which are read for one rollout at a time.",
-        ),
+        median(name, samples[str(ROLLOUTS)], "ms", 1e3, at_most=300.0),
+        Figure(f"{name}: memory", grown, "MiB", note=note),
         Growth(
             "opening a run",
             "rollouts",
             [float(size) for size in SIZES],
-            [min(one["processor"] for one in taken[size]) for size in SIZES],
+            [float(min(samples[str(size)])) for size in SIZES],
         ),
     ]

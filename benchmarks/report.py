@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,24 @@ def machine(question: Question) -> str:
     )
 
 
+def measured_on(questions: dict[str, Question]) -> str:
+    """A Markdown list: the machine of each question, and what is to be kept in mind about it."""
+    from benchmarks.__main__ import QUESTIONS
+
+    lines = [f"- **{name}**: {machine(question)}\n" for name, question in questions.items()]
+    busy = [name for name, q in questions.items() if q["machine"]["load_at_start"] > q["machine"]["cores"] + 1]
+    if busy:
+        lines.append(
+            f"- **Measured while other programs kept the machine busy: {', '.join(busy)}.** The caches were not theirs "
+            "alone; what is limited by memory (verifier, capture core, frames) suffers more from that than what is "
+            "limited by Python, so ratios to the reference can be too low. Measure again on a quiet machine.\n"
+        )
+    missing = [name for name in QUESTIONS if name not in questions]
+    if missing:
+        lines.append(f"- Not measured here: {', '.join(missing)} (`python -m benchmarks {' '.join(missing)}`).\n")
+    return "".join(lines)
+
+
 def table(questions: Iterable[Question]) -> str:
     """The figures of some questions as one Markdown table; what could not be measured says why."""
     return HEAD + "".join(f"{row}\n" for question in questions for row in _rows(question))
@@ -55,7 +75,8 @@ def growth_table(questions: Iterable[Question]) -> str:
 
 
 def draw(questions: Iterable[Question]) -> Any:
-    """One panel a growth curve, both axes logarithmic, with the fitted line."""
+    """A picture: one panel a growth curve, both axes logarithmic, with the fitted line."""
+    from IPython.display import Image
     from matplotlib.figure import Figure as Picture
 
     curves = [one for question in questions for one in _growths(question)]
@@ -73,7 +94,9 @@ def draw(questions: Iterable[Question]) -> Any:
         axes.set_ylabel("ms", fontsize=8)
         axes.tick_params(labelsize=7)
         axes.margins(y=0.4)
-    return picture
+    drawn = io.BytesIO()
+    picture.savefig(drawn, format="png", dpi=110)
+    return Image(data=drawn.getvalue(), format="png")
 
 
 def report(directory: Path) -> None:
@@ -83,17 +106,17 @@ def report(directory: Path) -> None:
     from workbench.campaign.notebook_file import Outcome, set_outcome
 
     questions = load(directory)
-    about = "\n".join(f"- {name}: {machine(question)}" for name, question in questions.items())
     text = (
         "# Benchmarks\n\nWritten by `make bench`; the notebook beside this file says what each figure means.\n\n"
-        f"{table(questions.values())}\n## Growth\n\n{growth_table(questions.values())}\n## Measured on\n\n{about}\n"
+        f"{table(questions.values())}\n## Growth\n\n{growth_table(questions.values())}\n"
+        f"## Measured on\n\n{measured_on(questions)}"
     )
     (directory / "table.md").write_text(text)
     executed = directory / NOTEBOOK.name
     papermill.execute_notebook(
-        str(NOTEBOOK),
+        os.path.relpath(NOTEBOOK),  # relative: what is executed is committed, and says where it came from
         str(executed),
-        parameters={"directory": str(directory.resolve())},
+        parameters={"directory": str(directory)},
         progress_bar=False,
         kernel_name="python3",
     )

@@ -48,7 +48,7 @@ def tq(ray_cluster):
     """A running data plane (two storage units), with short limits so that dead parts show soon."""
     from workbench import dataplane
 
-    dataplane.start(storage_units=2, send_recv_timeout_s=5.0, max_attempts=1, start_timeout_s=180.0)
+    dataplane.start(storage_units=2, send_recv_timeout_s=5.0, max_attempts=1, start_timeout_s=300.0)
     yield dataplane
     dataplane.stop()
 

@@ -26,7 +26,7 @@ def stopped(tq):
     dataplane.stop()
     yield
     dataplane.stop()
-    dataplane.start(storage_units=2, send_recv_timeout_s=5.0, max_attempts=1, start_timeout_s=180.0)
+    dataplane.start(storage_units=2, send_recv_timeout_s=5.0, max_attempts=1, start_timeout_s=300.0)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def breakable(tq):
     """The session's data plane, to be broken; a fresh one is started afterwards."""
     yield
     dataplane.stop()
-    dataplane.start(storage_units=2, send_recv_timeout_s=5.0, max_attempts=1, start_timeout_s=180.0)
+    dataplane.start(storage_units=2, send_recv_timeout_s=5.0, max_attempts=1, start_timeout_s=300.0)
 
 
 def runs(pid):

@@ -54,6 +54,8 @@ class ScriptedFleet(Fleet):
         return SyncProof(version, 0.0, 0.0)
 
 
+STARTS_WITHIN_S = 400.0
+"""Half a minute alone; what the tests are about begins when the parts run."""
 REAL_DEADLINES = os.environ.get("SOAK_DEADLINES") == "real"
 SHORT_DEADLINES = (
     "finalizer.timeout_s=20", "data_plane.send_recv_timeout_s=5", "data_plane.max_attempts=1",
@@ -80,7 +82,7 @@ def own_data_plane() -> Iterator[None]:
     yield
     dataplane.stop()
     if shared:
-        dataplane.start(storage_units=2, send_recv_timeout_s=5.0, max_attempts=1, start_timeout_s=180.0)
+        dataplane.start(storage_units=2, send_recv_timeout_s=5.0, max_attempts=1, start_timeout_s=300.0)
 
 
 async def empty_data_plane() -> None:
@@ -133,7 +135,7 @@ class Running:
 
     async def until_under_way(self) -> None:
         """Wait until a first step was trained and further groups are being played; learns every part's pid."""
-        await self.until(lambda: self.events("started"))
+        await self.until(lambda: self.events("started"), STARTS_WITHIN_S)
         await self.look()
         await self.until(lambda: (self.run_dir / "steps.jsonl").stat().st_size)
 

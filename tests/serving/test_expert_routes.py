@@ -1,5 +1,5 @@
 """The recorder beside a model runner that is made up here: whatever way tokens are batched, cached, cut into chunks or
-started again, a request's rows are those of its tokens. The real runner is in campaign/test_moe_campaign."""
+started again, a request's rows are those of its tokens."""
 
 from __future__ import annotations
 

@@ -50,6 +50,7 @@ def before_a_run(recipe: Recipe, *, training: bool = True) -> Iterator[Finding]:
     yield machine.place(sys.prefix)
     yield capture(recipe, training=training)
     yield logical_cpus(recipe, training=training)
+    yield environment(recipe)
     yield from parsers(recipe)
     yield port("gateway.port", recipe.gateway.host, recipe.gateway.port)
     yield port("engine.port", "127.0.0.1", recipe.engine.port)
@@ -88,6 +89,17 @@ def logical_cpus(recipe: Recipe, *, training: bool = True) -> Finding:
     if recipe.ray.num_cpus < needed:
         return Finding("logical CPUs", found, f"set ray.num_cpus={needed}; they are slots, not processors")
     return Finding("logical CPUs", found)
+
+
+def environment(recipe: Recipe) -> Finding:
+    """What the task itself needs of this machine."""
+    from workbench.campaign.environments import make_environment
+
+    lacking = getattr(make_environment(recipe), "lacking", str)()
+    if lacking:
+        cure = "use a Linux kernel with Landlock and seccomp, or set environment.options.allow_weak_sandbox=true"
+        return Finding("environment", f"{recipe.environment.name}: {lacking}", cure)
+    return Finding("environment", recipe.environment.name)
 
 
 def parsers(recipe: Recipe) -> Iterator[Finding]:

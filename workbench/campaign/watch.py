@@ -92,7 +92,7 @@ class Watch:
 
         Its own share of that is what is left without the time in which this thread was ready and had no processor.
         """
-        with _queued() as queued_s:
+        with queueing() as queued_s:
             while True:
                 due, queued = time.monotonic() + _LAG_EVERY_S, queued_s()
                 await asyncio.sleep(_LAG_EVERY_S)
@@ -109,7 +109,7 @@ class Watch:
 
 
 @contextlib.contextmanager
-def _queued() -> Iterator[Callable[[], float]]:
+def queueing() -> Iterator[Callable[[], float]]:
     """A function that says for how many seconds the thread that enters has waited for a processor so far; 0 where the
     kernel does not count that."""
     try:

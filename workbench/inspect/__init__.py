@@ -15,6 +15,7 @@ from workbench.inspect.mode import display_mode, set_mode
 if TYPE_CHECKING:
     from workbench.inspect.board import CampaignBoard
     from workbench.inspect.choose import look, siblings, telling_rollout, trained_group, verified_rollout
+    from workbench.inspect.engagement import Engagement
     from workbench.inspect.figures import CaptureRate, RewardCurve
     from workbench.inspect.logprobs import LogprobDelta
     from workbench.inspect.prefix_chain import PrefixChain
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CampaignBoard",
     "CaptureRate",
+    "Engagement",
     "LogprobDelta",
     "PoisonTable",
     "PrefixChain",
@@ -50,6 +52,7 @@ __all__ = [
 _HOMES = {
     "CampaignBoard": "board",
     "CaptureRate": "figures",
+    "Engagement": "engagement",
     "LogprobDelta": "logprobs",
     "PoisonTable": "tables",
     "PrefixChain": "prefix_chain",

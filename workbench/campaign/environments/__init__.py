@@ -13,6 +13,7 @@ from workbench import own_code
 from workbench.campaign.environments import base
 from workbench.campaign.environments.add_up import AddUp
 from workbench.campaign.environments.base import AgentResult, Environment, Message, Reward, Task
+from workbench.campaign.environments.file_fix import FileFix
 from workbench.campaign.environments.guess_number import GuessNumber
 from workbench.campaign.environments.misbehave import Misbehaving
 from workbench.campaign.environments.say_briefly import SayBriefly
@@ -24,6 +25,7 @@ __all__ = ["ENVIRONMENTS", "AgentResult", "Environment", "Message", "Reward", "T
 
 ENVIRONMENTS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {
     AddUp.name: AddUp,
+    FileFix.name: FileFix,
     GuessNumber.name: GuessNumber,
     SayBriefly.name: SayBriefly,
 }

@@ -59,7 +59,10 @@ class Reward:
 
 
 class Environment(Protocol):
-    """A task family. `min_calls` is how many calls every undisturbed rollout makes at least."""
+    """A task family. `min_calls` is how many calls every undisturbed rollout makes at least.
+
+    One that cannot run on every machine has a method `lacking()`: one sentence on what is missing here, or nothing.
+    """
 
     name: str
     min_calls: int

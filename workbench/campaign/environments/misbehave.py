@@ -110,7 +110,7 @@ class _Completions:
             if not answers:
                 return
             # The edit stays for the calls to come, as with an agent that shortens its memory.
-            self._edited[answers[-1]] = f"(shortened) {messages[answers[-1]]['content'][:3]}"
+            self._edited[answers[-1]] = f"(shortened) {(messages[answers[-1]]['content'] or '')[:3]}"
         self.committed = True
 
     async def _ask(self, model: str, messages: list[Message], settings: dict[str, Any]) -> ChatCompletion:

@@ -118,7 +118,8 @@ function buildChain(shell) {
     explain();
     map.scrollLeft = map.scrollTop = 0;
     shell.idle = false;
-    go(0);
+    // Where no terminal could be chosen, the calls that it hangs on are what one comes to see.
+    go(Math.max(0, chain.ids.findIndex((_, i) => chain.contends(i))));
   }
 
   function explain() {

@@ -1,0 +1,81 @@
+"""Engagement: the verdict comes from records; each piece of evidence that is taken away changes it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import orjson
+import polars as pl
+import pytest
+import yaml
+
+from workbench import runs
+from workbench.demo import recorded_run
+from workbench.inspect import Engagement
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(recorded_run(), tmp_path / "run"))
+
+
+def verdict(run_dir: Path) -> str:
+    return Engagement(runs.open(run_dir)).sentence()
+
+
+def rewrite(path: Path, **changed) -> None:
+    frame = pl.read_parquet(path)
+    frame.with_columns(**{name: pl.lit(value, frame.schema[name]) for name, value in changed.items()}).write_parquet(
+        path
+    )
+
+
+def test_a_captured_run_is_engaged_and_its_first_chain_is_echoed():
+    view = Engagement(runs.open(recorded_run()))
+    assert view.engaged and view.sentence().startswith("Capture is on: calls staged ")
+    assert [each.holds for each in view.evidence] == [True] * 6
+    assert len(view.echo) >= 1 and "token_in_rate" in view.html()
+
+
+def test_a_setting_is_no_evidence(tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "recipe.yaml").write_text(yaml.safe_dump({"token_capture": {"enabled": True}}))
+    (run_dir / "status.json").write_text('{"status": "running"}')
+    assert verdict(run_dir).startswith("Capture is not shown to be on yet: start-up probe, calls staged")
+
+
+def test_a_probe_that_captured_nothing_is_named(run_dir):
+    lines = [orjson.loads(line) for line in (run_dir / "events.jsonl").read_bytes().splitlines()]
+    lines[0]["probe"] = {"capture_enabled": False}
+    (run_dir / "events.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    assert verdict(run_dir) == "Capture is NOT on: start-up probe"
+
+
+def test_deltas_that_never_came_out_of_transferqueue_are_named(run_dir):
+    for part in (run_dir / "calls").glob("*.parquet"):
+        rewrite(part, staging="missing_staging_row")
+    assert verdict(run_dir) == "Capture is NOT on: writes seen in TransferQueue"
+
+
+def test_an_empty_manifest_is_named(run_dir):
+    part = sorted((run_dir / "rows").glob("*.parquet"))[-1]
+    rewrite(part, cause="empty_manifest", sample_mask=0)
+    assert verdict(run_dir) == "Capture is NOT on: no empty manifest"
+
+
+def test_a_first_row_of_other_tokens_is_named(run_dir):
+    for part in (run_dir / "rows").glob("*.parquet"):
+        rows = pl.read_parquet(part)
+        changed = rows.with_columns(pl.col("token_ids").list.eval((pl.element() + 1).cast(pl.UInt64)))
+        changed.cast(dict(rows.schema)).write_parquet(part)
+    assert verdict(run_dir) == "Capture is NOT on: first verified chain"
+
+
+def test_the_echo_arm_says_that_nothing_is_staged(run_dir):
+    recipe = yaml.safe_load((run_dir / "recipe.yaml").read_text())
+    recipe["token_capture"]["enabled"] = False
+    (run_dir / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    view = Engagement(runs.open(run_dir))
+    assert not view.engaged and "token-echo arm" in view.sentence()

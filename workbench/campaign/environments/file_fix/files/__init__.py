@@ -1,0 +1,1 @@
+"""Good files and their tests; `tasks` puts one bug into a file."""

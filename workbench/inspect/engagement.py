@@ -1,0 +1,143 @@
+"""Engagement: is capture really on? Evidence from the records of a run, none of it from its settings.
+
+Five things are looked for: the start-up probe read its two staged calls back; calls were acknowledged as staged; their
+deltas came out of TransferQueue again when their groups were finalised; no finished rollout has an empty manifest; and
+of the first verified rollout the trained row's tokens hash to what its terminal call promised.
+Invariant: the verdict is `engaged` only when all of them hold. Not here: verifying every digest (campaign.verify_run).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+import polars as pl
+
+from workbench.errors import RunStoreError
+from workbench.inspect import html as markup
+from workbench.inspect.ids import short_id
+from workbench.inspect.snapshot import StaticView
+from workbench.wire import Cause, hash_token_ids
+
+_ECHO_CHARACTERS = 160
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One thing looked for. `holds` is None where it cannot be told yet."""
+
+    what: str
+    found: str
+    holds: bool | None
+
+
+class Engagement(StaticView):
+    """`evidence`: what was found, in order; `echo`: what the policy said in the first verified chain, a line a call."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+        self.capturing = bool(run.campaign["capture_enabled"][0])
+        self.echo: list[tuple[str, str]] = []
+        self.evidence = (
+            [self._probe(), *self._calls(), self._manifests(), self._first_chain()] if self.capturing else []
+        )
+
+    @property
+    def engaged(self) -> bool:
+        """Every piece of evidence is there and holds."""
+        return bool(self.evidence) and all(each.holds for each in self.evidence)
+
+    def sentence(self) -> str:
+        if not self.capturing:
+            return "Capture is off: this is a run of the token-echo arm, nothing is staged"
+        missing = [each.what for each in self.evidence if not each.holds]
+        if not missing:
+            return "Capture is on: " + ", ".join(f"{each.what} {each.found}" for each in self.evidence[1:4])
+        unknown = all(each.holds is None for each in self.evidence if not each.holds)
+        return f"Capture is {'not shown to be on yet' if unknown else 'NOT on'}: {', '.join(missing)}"
+
+    def html(self) -> str:
+        marks = {True: "yes", False: "NO", None: "not yet"}
+        rows: list[list[markup.Cell | str]] = [
+            [each.what, markup.Cell(marks[each.holds], strong=each.holds is False), each.found]
+            for each in self.evidence
+        ]
+        parts = [markup.line(self.sentence(), strong=True)]
+        if rows:
+            parts.append(markup.table(("evidence", "holds", "found"), rows))
+        if self.echo:
+            parts.append(markup.table(("call of that chain", "what the policy said"), self.echo, mono=True))
+        return markup.block(*parts)
+
+    def _probe(self) -> Evidence:
+        started = self._run.events.filter(pl.col("kind") == "started")
+        if started.is_empty():
+            return Evidence("start-up probe", "the run has not started yet", None)
+        probe = orjson.loads(started["fields"][-1]).get("probe") or {}
+        if not probe.get("capture_enabled"):
+            return Evidence("start-up probe", "it captured nothing", False)
+        plain = "as a plain rendering has it" if probe.get("equals_plain_rendering") else "spliced, unlike a plain one"
+        found = f"2 calls staged and read back, {probe.get('sampled_tokens')} sampled ids; second prompt {plain}"
+        return Evidence("start-up probe", found, True)
+
+    def _calls(self) -> list[Evidence]:
+        calls: pl.DataFrame = self._run.calls
+        staged = int((calls["disposition"] == "staged").sum())
+        asked = calls.filter(pl.col("staging").is_not_null())
+        fetched = int((asked["staging"] == "fetched").sum())
+        token_in, roots = (int((calls["mode"] == mode).sum()) for mode in ("token_in", "text"))
+        after_roots = f", after roots {token_in / (calls.height - roots):.4g}" if calls.height > roots else ""
+        rate = f"{token_in / calls.height:.4g}{after_roots}" if calls.height else "no call yet"
+        return [
+            Evidence("calls staged", f"{staged:,} of {calls.height:,}", staged > 0 if calls.height else None),
+            Evidence(
+                "writes seen in TransferQueue",
+                f"{fetched:,} of {asked.height:,} deltas read back",
+                fetched > 0 if asked.height else None,
+            ),
+            Evidence("token_in_rate", rate, token_in > 0 if calls.height > roots else None),
+        ]
+
+    def _manifests(self) -> Evidence:
+        rollouts: pl.DataFrame = self._run.rollouts
+        empty = int((rollouts["cause"] == Cause.EMPTY_MANIFEST.value).sum())
+        found = f"{empty:,} of {rollouts.height:,} rollouts"
+        return Evidence("no empty manifest", found, empty == 0 if rollouts.height else None)
+
+    def _first_chain(self) -> Evidence:
+        what = "first verified chain"
+        verified = self._run.rollouts.filter(pl.col("verified"))
+        if verified.is_empty():
+            return Evidence(what, "no rollout has been verified yet", None if self._run.rollouts.is_empty() else False)
+        rollout = verified.row(0, named=True)
+        tokens: pl.DataFrame = self._run.tokens(rollout["rollout_id"])
+        terminal = self._run.calls.filter(pl.col("model_call_id") == rollout["terminal_model_call_id"])
+        promised = terminal["cumulative_hash"][0] if terminal.height else None
+        same = hash_token_ids(tokens["token_id"].to_list()) == promised
+        self.echo = self._said(tokens, rollout["rollout_id"])
+        sampled = int(tokens["sampled"].sum())
+        found = (
+            f"{rollout['rollout_id']}: {markup.count(len(self.echo), 'call')}, {tokens.height:,} tokens, {sampled:,} "
+        )
+        digest = short_id(str(promised), rollout["rollout_id"])
+        found += f"sampled; hashed again they {'are' if same else 'are NOT'} {digest}"
+        return Evidence(what, found, same)
+
+    def _said(self, tokens: pl.DataFrame, rollout_id: str) -> list[tuple[str, str]]:
+        """(call, decoded sampled tokens), a row a call of the chain; ids where the run has no vocabulary."""
+        try:
+            vocabulary = self._run.vocabulary()
+        except RunStoreError:
+            vocabulary = None
+        said = []
+        for (call_id,), rows in tokens.filter(pl.col("sampled")).group_by("model_call_id", maintain_order=True):
+            ids = rows["token_id"].to_list()
+            text = " ".join(map(str, ids)) if vocabulary is None else _decoded(vocabulary, ids)
+            said.append((short_id(str(call_id), rollout_id), text[:_ECHO_CHARACTERS]))
+        return said
+
+
+def _decoded(vocabulary: Any, ids: list[int]) -> str:
+    parts = [vocabulary.special[i].encode() if i in vocabulary.special else vocabulary.pieces.get(i, b"?") for i in ids]
+    return b"".join(parts).decode("utf-8", "replace")
