@@ -10,7 +10,7 @@ EXTRAS ?= cpu,dev
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 600
 # Two processes on two cores; more only where there are more. What starts an engine stays in one of them (conftest.py).
-SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadgroup --no-loadscope-reorder
+SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 FAST := not ray and not engine and not browser and not kernel
 SOAK_GROUPS ?= 1000
 QUESTIONS ?=

@@ -3,41 +3,66 @@
 One process: fast tests first, then those that start Ray or a browser, then those with an engine. A slip in the
 arithmetic is then reported in seconds.
 
-Several (`-n 2 --dist loadgroup`, as `make test` runs it): everything that starts Ray or an engine is one group, which
-one process begins with, so that a machine of two cores never runs two engines; every other file is a group of its own,
-and those that share executed notebooks are one. The waits of the first are filled with the work of the others.
+Several (`-n 2`, as `make test` runs it): the files that start Ray or an engine are one group, which one process begins
+with, so that a machine of two cores never runs two engines; those that share executed notebooks or a browser are
+another, and every other file is one of its own. The waits of the first are filled with the work of the others.
 Not here: fixtures (`tests/conftest.py`).
 """
 
 from __future__ import annotations
 
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, settings
+
+ROOT = Path(__file__).parent
 
 # How long an example takes to make or to run says how busy the machine is, not whether the property holds.
 settings.register_profile("workbench", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("workbench")
 
-_FAST, _HEAVY, _ENGINE = range(3)
-
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=_weight)  # stable: within a kind the order of the files stays
-    if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: -min(_weight(item), _HEAVY))
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group(_group(item)))
+    if hasattr(config, "workerinput"):  # one of several processes: the longest group first
+        items.sort(key=lambda item: (_GROUPS.get(_group(_file(item.nodeid)), 2), _weight(item)))
+    else:
+        items.sort(key=_weight)  # stable: within a kind the order of the files stays
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    # By file, because the marks of a test do not reach the process that schedules: xdist 3.8 writes the groups of its
+    # `loadgroup` into an attribute that pytest 9.2 no longer reads.
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByWhatTheyStart(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(_file(nodeid))
+
+    return ByWhatTheyStart(config, log)
+
+
+_ENGINES, _NOTEBOOKS = "engines", "notebooks"
+_GROUPS = {_ENGINES: 0, _NOTEBOOKS: 1}
+
+
+@functools.cache
+def _group(file: str) -> str:
+    text = (ROOT / file).read_text()
+    if re.search(r"\bmark\.(ray|engine)\b", text):
+        return _ENGINES
+    return _NOTEBOOKS if re.search(r"\bmark\.browser\b|\bexecuted_notebooks\b", text) else file
 
 
 def _weight(item: pytest.Item) -> int:
     if item.get_closest_marker("engine"):
-        return _ENGINE
-    return _HEAVY if item.get_closest_marker("ray") or item.get_closest_marker("browser") else _FAST
+        return 2
+    return 1 if item.get_closest_marker("ray") or item.get_closest_marker("browser") else 0
 
 
-def _group(item: pytest.Item) -> str:
-    if item.get_closest_marker("engine") or item.get_closest_marker("ray"):
-        return "engines"
-    if item.get_closest_marker("browser") or "executed_notebooks" in getattr(item, "fixturenames", ()):
-        return "notebooks"
-    return item.nodeid.split("::")[0]
+def _file(nodeid: str) -> str:
+    return nodeid.split("::")[0]
