@@ -205,7 +205,7 @@ def list_runs(folder: Path | None, as_json: bool) -> None:
 @main.command(epilog=RUN_HELP)
 @RUN
 def report(run_dir: Path) -> None:
-    """Execute the notebook of a run or a sweep again, from its records."""
+    """Execute the notebook of a stored run or sweep again."""
     from workbench.campaign import runner
     from workbench.campaign.sweep import write_index
     from workbench.runs.sweeps import SWEEP_FILE
