@@ -28,6 +28,10 @@ class LoopTime:
 
 LONG_S = 0.01
 
+MOST_OWN_P99_S = 0.25
+"""What the tests allow of a controller's own lateness. On a machine of one's own it stays below 0.05 s, which is for
+`make bench` to measure; here it only has to catch a wait for a disk or a model on the loop."""
+
 
 @contextlib.contextmanager
 def loop_time() -> Iterator[LoopTime]:
@@ -42,9 +46,10 @@ def loop_time() -> Iterator[LoopTime]:
             try:
                 run(handle)
             finally:
-                own_s = time.monotonic() - started - (queued_s() - queued)
-                if own_s >= LONG_S:
-                    found.blocks.append((own_s, what))
+                if asyncio.Handle._run is measured:  # no longer in the callback that leaves the block
+                    own_s = time.monotonic() - started - (queued_s() - queued)
+                    if own_s >= LONG_S:
+                        found.blocks.append((own_s, what))
 
         asyncio.Handle._run = measured  # type: ignore[method-assign]
         try:
