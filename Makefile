@@ -42,7 +42,7 @@ test: models ## lint and all tests, those with Ray, engines and a browser includ
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 	@$(PY) -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
-test-fast: models ## the tests that need no Ray, engine, kernel or browser, in under three minutes
+test-fast: models ## the tests that need no Ray, engine, kernel or browser
 	@$(PY) -m pytest $(SIDE_BY_SIDE) -m "$(FAST)" $(PYTEST_ARGS)
 
 soak: models ## a long scripted campaign and every part killed with real deadlines: make soak [SOAK_GROUPS=1000]
