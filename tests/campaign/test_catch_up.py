@@ -54,7 +54,7 @@ class Worker:
         self.dies_at = dies_at
         self.versions = []
 
-    def update_weights(self, path, version, hold):
+    def update_weights(self, path, version, hold, straddle):
         if version == self.dies_at:
             raise ComponentDied("the policy worker is gone")
         self.versions.append(version)

@@ -46,7 +46,9 @@ class Weights:
         path = await within(fleet.trainer.publish.remote(step), timeout_s, "the trainer", f"publishing step {step}")
         published = time.monotonic()
         timings = await within(
-            fleet.worker.update_weights.remote(path, step, hold=True),
+            fleet.worker.update_weights.remote(
+                path, step, hold=True, straddle=self._recipe.train.live_calls == "straddle"
+            ),
             timeout_s,
             "the policy worker",
             f"loading step {step}",
