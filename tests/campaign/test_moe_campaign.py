@@ -5,14 +5,18 @@ One run; everything else is asked of what it stored. The engine computes in bflo
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from campaign.test_campaign import STARTS_WITHIN_S, Command
 from train.samples import MemoryRows
+from train.test_recompute import recompute
 
 from workbench import models, runs
 from workbench.campaign.verify_run import verify_run
@@ -47,6 +51,31 @@ def test_every_position_in_the_loss_is_replayed_and_the_run_verifies(run_dir):
     assert all(0.5 < share <= 1 for share in run.steps["router_agreement"])
     report = verify_run(run_dir)
     assert report.ok, report.differences[:3]
+
+
+def test_weights_change_and_every_sync_of_them_is_proved(run_dir):
+    """Experts and routers included: what the engine holds afterwards scores as the trainer's does."""
+    run = runs.open(run_dir)
+    assert all(norm > 0 for norm in run.steps["grad_norm"])
+    # What bfloat16 leaves; an engine whose experts were not packed again is 0.4 away.
+    proofs = json.loads((run_dir / "summary.json").read_text())["proofs"]
+    assert [proof["weight_version"] for proof in proofs] == [1, 2]
+    assert all(proof["mean_abs_delta"] < 0.1 for proof in proofs)
+    assert proofs[0]["mean_abs_delta"] != proofs[1]["mean_abs_delta"]
+    assert set(run.calls["mode"]) == {"text", "token_in"}
+
+
+def test_code_that_shares_none_of_ours_replays_the_same(run_dir, tmp_path):
+    model = models.build("tiny-moe")
+    code, said = recompute(run_dir, "--model", str(model))
+    assert code == 0, said
+    # It is the routes that do it: with its own routers it scores the tokens otherwise.
+    copied = Path(shutil.copytree(run_dir, tmp_path / "run"))
+    recipe = yaml.safe_load((copied / "recipe.yaml").read_text())
+    recipe["train"]["router_replay"]["mode"] = "none"
+    (copied / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    code, said = recompute(copied, "--model", str(model))
+    assert code == 1, said
 
 
 def test_routes_are_aligned_with_the_tokens_that_went_in(run_dir, tmp_path):
