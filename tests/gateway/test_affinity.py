@@ -1,6 +1,6 @@
 """Several policy workers behind one gateway: a rollout stays with one of them, and goes with it.
 
-Each worker has a staging store of its own here, so that a call which came to the other worker would not find its parent.
+Each worker has a staging store of its own here: a call that came to the other worker would not find its parent.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-from conftest import CONTROL, WORKER, gateway_over
 
+from conftest import CONTROL, WORKER, gateway_over
 from workbench import models
 from workbench.capture.staging import MemorySink
 from workbench.gateway.client import ControlClient
@@ -73,7 +73,9 @@ async def test_all_calls_of_a_rollout_go_to_one_worker_and_a_dead_ones_rollouts_
             manifest = await control.manifest(name)
             assert [record.mode for record in manifest.records] == ["text", *["token_in"] * (TURNS - 1)]
             assert not manifest.failures
-            homes = [bool(await holds(sink, [record.staging_key for record in manifest.records])) for _, sink in started]
+            homes = [
+                bool(await holds(sink, [record.staging_key for record in manifest.records])) for _, sink in started
+            ]
             assert homes.count(True) == 1, "all of its calls are with one worker, and none with the other"
         home = {name: gateway.upstream.worker_of(name) for name in names}
         assert set(home.values()) == {worker.url for worker, _ in started}, "both have rollouts"

@@ -45,7 +45,11 @@ def parse_serving_arguments(config: WorkerConfig) -> Any:
         # Without it the model folder's generation_config.json would change the sampling behind the recipe's back.
         "generation-config": "vllm",
         "worker-extension-cls": ENGINE_SIDE,
+        "tensor-parallel-size": config.tensor_parallel,
     }
+    if config.tensor_parallel > 1:
+        # Processes of this node: in a placement group of Ray's it would otherwise ask Ray for actors of its own.
+        arguments["distributed-executor-backend"] = "mp"
     line = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
     line += ["--enforce-eager"] if config.enforce_eager else []
     line += ["--enable-return-routed-experts"] if config.capture_routes and not records_routes_here() else []
