@@ -26,6 +26,7 @@ from workbench.actors import as_coroutine, within
 from workbench.campaign import derived, ray_cluster
 from workbench.campaign.doctor import before_a_run
 from workbench.campaign.node_check import LOOK_WITHIN_S, check_nodes
+from workbench.campaign.part_settings import trainer_config, worker_config
 from workbench.campaign.placement import FINALIZER, RANK, WORKER, Placement
 from workbench.campaign.policy import PolicyWorkers
 from workbench.campaign.proof import SyncProof, proof_ids, prove_weights
@@ -41,8 +42,6 @@ from workbench.gateway.process import GatewayProcess
 from workbench.gateway.settings import CONTROL_TOKEN, WORKER_TOKEN
 from workbench.models import experts_of
 from workbench.models import resolve as resolve_model
-from workbench.serving.door import OF_ITS_NODE
-from workbench.serving.sampling import SamplingPins
 
 WORKER_CONCURRENCY = 64
 HURRIED_S = 2.0
@@ -202,7 +201,7 @@ class Fleet:
             self._stops.append((name, self._actor_stop(actor, graceful="stop")))
         waits: list[Awaitable[Any]] = [self.policy.start(deadline_s)]
         if self._training:
-            self.trainer = self._make_trainer(self._trainer_config(model_path))
+            self.trainer = self._make_trainer(trainer_config(self.recipe, model_path, self.run_dir))
             self._stops.append(("trainer", self._actor_stop(self.trainer)))
             waits.append(self._trainer_ready(deadline_s))
         if recipe.token_capture.enabled:
@@ -228,7 +227,7 @@ class Fleet:
             **self.placement.options(WORKER, number),
             max_concurrency=WORKER_CONCURRENCY,
             runtime_env={"env_vars": {WORKER_TOKEN: os.environ[WORKER_TOKEN]}},
-        ).remote(self._worker_config(model_path, number))
+        ).remote(worker_config(self.recipe, model_path, number))
 
     def _finalizer_pool(self, model_path: Path) -> FinalizerPool:
         # Only where calls are captured: without capture nothing of that package is imported.
@@ -248,34 +247,6 @@ class Fleet:
             replace_timeout_s=recipe.deadlines.replace_s,
             report=self._report,
         )
-
-    def _worker_config(self, model_path: Path, number: int) -> dict[str, Any]:
-        recipe = self.recipe
-        return {
-            "host": "127.0.0.1" if recipe.ray.address == "local" else OF_ITS_NODE,
-            "tensor_parallel": recipe.engine.tensor_parallel,
-            "enforce_eager": recipe.engine.enforce_eager,
-            "model_path": str(model_path),
-            "dtype": recipe.model.dtype,
-            "max_model_len": recipe.model.max_model_len,
-            "tool_call_parser": recipe.model.tool_call_parser,
-            "reasoning_parser": recipe.model.reasoning_parser,
-            "max_num_seqs": recipe.engine.max_num_seqs,
-            "kv_cache_gib": recipe.engine.kv_cache_gib,
-            "threads": recipe.engine.threads,
-            "port": recipe.engine.port,
-            "sampling": SamplingPins.of(recipe.sampling, recipe.seed).model_dump(),
-            "sink_timeout_s": recipe.token_capture.sink_timeout_s,
-            "cache_bytes": recipe.token_capture.cache_bytes,
-            "capture_enabled": recipe.token_capture.enabled,
-            "capture_routes": recipe.token_capture.routes,
-            # Of its own: two engines with one seed would give two siblings of a group the same answer.
-            "seed": (recipe.seed + number) % 2**31,
-            "engine": recipe.engine.kind,
-            "script_path": recipe.engine.script_path,
-            "start_timeout_s": recipe.engine.start_timeout_s,
-            "quiet_timeout_s": recipe.train.sync_timeout_s,
-        }
 
     async def _run_probe(self) -> None:
         self.probe = await self.policy.probe()
@@ -341,31 +312,6 @@ class Fleet:
 
     async def _gateway_beat(self) -> None:
         self.gateway.check()
-
-    def _trainer_config(self, model_path: Path) -> dict[str, Any]:
-        recipe = self.recipe
-        train = recipe.train.model_dump(
-            include={
-                "learning_rate", "weight_decay", "max_grad_norm", "micro_batch_tokens", "threads", "dtype",
-                "advantage", "clip_low", "clip_high",
-            }
-        )  # fmt: skip
-        loss, off_policy = recipe.train.loss, recipe.train.off_policy
-        return train | {
-            **loss.model_dump(),
-            "constant_tokens": derived.constant_tokens(recipe),
-            "kl_coef": recipe.train.kl.coefficient,
-            "kl_estimator": recipe.train.kl.estimator,
-            "off_policy": off_policy.policy,
-            "router_replay": recipe.train.router_replay.mode,
-            "max_lag": derived.max_lag(recipe),
-            "model_path": str(model_path),
-            "run_dir": str(self.run_dir),
-            "device": recipe.ray.device,
-            "publish_dtype": recipe.model.dtype,
-            "temperature": recipe.sampling.temperature,
-            "seed": recipe.seed,
-        }
 
     def _make_trainer(self, config: dict[str, Any]) -> Any:
         places = [self.placement.options(RANK, number) for number in range(self.recipe.train.ranks)]
