@@ -5,8 +5,9 @@
 Reads recipe.yaml, steps.jsonl and the Parquet parts of rows/ and train/. Per step: advantages from rewards; the clipped
 loss and the agreement numbers from stored log-probs; and log-probs by a plain forward pass of transformers where the
 weights of the step are at hand: the first step's are the model that the run started from (--model), others' lie in
-weights/ of the run while they are kept, and count only in float32. Prints the largest difference of each and exits 1
-where one is beyond its bound. It imports nothing of Workbench, so that the two can only agree by being right.
+weights/ of the run while they are kept, and count only in float32. Where the run replayed a mixture's routes, so does
+the forward pass, with those in calls/. Prints the largest difference of each and exits 1 where one is beyond its bound.
+It imports nothing of Workbench, so that the two can only agree by being right.
 """
 
 from __future__ import annotations
@@ -88,8 +89,63 @@ def clipped_loss(rows: list[dict[str, Any]], train: dict[str, Any], window: int)
     return sum(total / divisor for (total, _), divisor in zip(sums, divisors, strict=True)) / len(sums)
 
 
-def forward_logprobs(folder: Path, token_ids: list[int], temperature: float) -> np.ndarray:
-    """(T,) log-prob of each token by a plain forward pass in float32; 0 for the first."""
+def recorded_routes(run: Path) -> dict[tuple[str, str], np.ndarray]:
+    """Routed experts (tokens, layers, topk) of every call that has some, by rollout and call id."""
+    found = {}
+    for path in sorted((run / "calls").glob("*.parquet")):
+        for call in pq.read_table(path).to_pylist():
+            if call.get("routes") is not None:
+                _, dtype, shape, _ = json.loads(call["extras"])["routed_experts"].split(":")
+                values = np.frombuffer(call["routes"], dtype=np.dtype(dtype).newbyteorder("<"))
+                found[call["rollout_id"], call["model_call_id"]] = values.reshape([int(n) for n in shape.split("x")])
+    return found
+
+
+def routes_of(row: dict[str, Any], recorded: dict[tuple[str, str], np.ndarray]) -> np.ndarray | None:
+    """Routes (T, layers, topk) of a row, -1 where its calls recorded none that fit; None where no call did."""
+    own = [(recorded.get((row["rollout_id"], call)), *rest) for call, *rest in json.loads(row["link_spans"])]
+    sizes = {values.shape[1:] for values, _, _ in own if values is not None}
+    if not sizes:
+        return None
+    parts = []
+    for values, carry, generated in own:
+        part = np.full((carry + generated, *next(iter(sizes))), -1, dtype=np.int64)
+        # Fewer rows than tokens are those of the delta's end, and of use where they reach over all that was sampled.
+        if values is not None and len(values) == len(part):
+            part[:] = values
+        elif values is not None and 0 < generated <= len(values):
+            kept = min(len(values), len(part))
+            part[-kept:] = values[-kept:]
+        parts.append(part)
+    return np.concatenate(parts)
+
+
+def force(model: Any, routes: np.ndarray) -> list[Any]:
+    """Let the routers of every layer take `routes` where they are known; how much an expert weighs stays their own
+    softmax's. Returns the hooks that do it."""
+    import torch
+
+    def of_layer(wanted: torch.Tensor) -> Any:
+        def take(router: Any, _: Any, output: Any) -> Any:
+            logits, weights, own = output
+            known = (wanted >= 0).all(-1, keepdim=True)
+            chosen = torch.where(known, wanted, own)
+            gates = logits.double().softmax(-1).gather(1, chosen)
+            if router.norm_topk_prob:
+                gates = gates / gates.sum(-1, keepdim=True)
+            return logits, torch.where(known, gates.to(weights.dtype), weights), chosen
+
+        return take
+
+    blocks = enumerate(model.model.layers)
+    routers = [(layer, block.mlp.gate) for layer, block in blocks if hasattr(block.mlp, "gate")]
+    return [gate.register_forward_hook(of_layer(torch.tensor(routes[:, layer]))) for layer, gate in routers]
+
+
+def forward_logprobs(
+    folder: Path, token_ids: list[int], temperature: float, routes: np.ndarray | None = None
+) -> np.ndarray:
+    """(T,) log-prob of each token by a plain forward pass in float32; 0 for the first. `routes`: forced experts."""
     import torch
 
     model = _models.get(folder)
@@ -97,8 +153,11 @@ def forward_logprobs(folder: Path, token_ids: list[int], temperature: float) -> 
         from transformers import AutoModelForCausalLM
 
         model = _models[folder] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    hooks = [] if routes is None else force(model, routes)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([token_ids])).logits[0].double() / temperature
+    for hook in hooks:
+        hook.remove()
     picked = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
     return np.concatenate([[0.0], picked.numpy()])
 
@@ -112,6 +171,8 @@ def recompute(run: Path, model: Path | None = None) -> Comparison:
     stored = {}
     for path in sorted((run / "rows").glob("*.parquet")):
         stored |= {row["rollout_id"]: row for row in pq.read_table(path).to_pylist()}
+    replays = (recipe["train"].get("router_replay") or {}).get("mode", "none") != "none"
+    recorded = recorded_routes(run) if replays else {}
     result = Comparison()
     for line in (run / "steps.jsonl").read_text().splitlines():
         step = json.loads(line)
@@ -141,7 +202,8 @@ def recompute(run: Path, model: Path | None = None) -> Comparison:
         for row, vote in zip(rows, votes, strict=True):
             if vote:
                 at = np.flatnonzero(row["token_mask"])
-                ours = forward_logprobs(folder, row["token_ids"], recipe["sampling"]["temperature"])
+                routes = routes_of(row, recorded)
+                ours = forward_logprobs(folder, row["token_ids"], recipe["sampling"]["temperature"], routes)
                 result.see("logprob", np.array(row["trainer_logprobs"])[at], ours[at])
     return result
 

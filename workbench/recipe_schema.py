@@ -265,6 +265,11 @@ class Recipe(Section):
                 f"train.router_replay.mode: expected none, because token_capture.routes is false and there is nothing "
                 f"to replay; got {self.train.router_replay.mode}"
             )
+        if self.train.live_calls == "straddle" and not self.token_capture.enabled:
+            raise ValueError(
+                "train.live_calls: expected 'finish', because without token capture nobody knows which token came from "
+                "which weights; got 'straddle'"
+            )
         if self.rollouts.stall_timeout_s < self.train.sync_timeout_s:
             raise ValueError(
                 f"rollouts.stall_timeout_s: expected at least train.sync_timeout_s ({self.train.sync_timeout_s:g}), "

@@ -140,7 +140,10 @@ class Train(Section):
     timeout_s: Seconds = 600.0
     """How long one optimiser step may take."""
     sync_timeout_s: Seconds = 120.0
-    """How long each part of a weight sync may take: publishing, loading, the proof. Live calls finish first."""
+    """How long each part of a weight sync may take: publishing, loading, the proof; and until live calls have ended."""
+    live_calls: Literal["finish", "straddle"] = "finish"
+    """What a weight sync does with calls that run: wait until they finish; or pause them and let them go on with the
+    new weights, where each row says which of its tokens came from which. The second never waits for a long answer."""
 
 
 class Checkpoint(Section):

@@ -1,12 +1,13 @@
-"""Submit a campaign to Slurm: a Ray head on the job's first node, a Ray worker on each other, the campaign beside the head.
+"""Submit a campaign to Slurm: a Ray head on the job's first node, a Ray worker on each other, the campaign by the head.
 
     python recipes/slurm/submit.py nano_swe_6n --gpus-per-node 8 --walltime 04:00:00 --dry-run
     python recipes/slurm/submit.py ray_2node --nodes 2 --walltime 00:30:00 train.steps=4
     python recipes/slurm/submit.py nano_swe_6n --gpus-per-node 8 --resume reports/nano_swe_6n-1
 
-Run it with the Python of the environment that every node sees. The recipe is checked here, so that a job does not wait in
-a queue for a wrong key. `--dry-run` prints the command and submits nothing. Without `--qos`, `--partition` or `--account`
-Slurm's own defaults hold. Two minutes before the walltime ends the campaign is told to stop, and can be resumed.
+Run it with the Python of the environment that every node sees. The recipe is checked here, so that a job does not wait
+in a queue for a wrong key. `--dry-run` prints the command and submits nothing. Without `--qos`, `--partition` or
+`--account` Slurm's own defaults hold. Two minutes before the walltime ends the campaign is told to stop; `--resume`
+goes on with it.
 Not here: what the job does on its nodes (`campaign.sbatch`).
 """
 
@@ -51,7 +52,9 @@ def main(arguments: Sequence[str]) -> int:
         return error.exit_code
     gpus = sum(int(bundle.resources.get("GPU", 0)) for bundle in bundles(recipe))
     if gpus and not asked.gpus_per_node:
-        print(f"submit: --gpus-per-node: {recipe.name} takes {gpus} GPUs; expected how many a node has", file=sys.stderr)
+        print(
+            f"submit: --gpus-per-node: {recipe.name} takes {gpus} GPUs; expected how many a node has", file=sys.stderr
+        )
         return 2
     nodes = asked.nodes or (math.ceil(gpus / asked.gpus_per_node) if gpus else 1)
     if nodes * asked.gpus_per_node < gpus:

@@ -170,6 +170,12 @@ def test_sampling_from_a_truncated_set_is_refused_because_the_trainer_cannot_sco
         load_recipe("cpu_smoke", [f"sampling.{key}={value}"])
 
 
+def test_calls_of_the_echo_arm_cannot_straddle_a_weight_sync():
+    refused = refusal("cpu_smoke", "train.live_calls=straddle", "token_capture.enabled=false")
+    assert "train.live_calls: expected 'finish', because without token capture nobody knows" in refused
+    assert load_recipe("cpu_smoke", ["train.live_calls=straddle"]).train.live_calls == "straddle"
+
+
 def test_a_joined_cluster_brings_its_own_cpus():
     assert load_recipe("cpu_smoke", ["ray.address=auto", "ray.num_cpus=1"]).ray.num_cpus == 1
 

@@ -232,6 +232,7 @@ async def test_faults_come_in_their_shares_and_again_with_the_same_rng():
         ("environment.options.turns=x", "environment.options.turns: expected int, like 3; got 'x'"),
         ("environment.options.turns=1", "environment.options.turns: expected 2 to 16, got 1"),
         ("environment.options.low=30", "expected 0 ≤ low < high"),
+        ("environment={name: say_briefly, options: {turns: 9}}", "environment.options.turns: expected 1 to 8, got 9"),
     ],
 )
 def test_a_wrong_environment_is_refused_in_one_line(override, expected):
@@ -247,3 +248,10 @@ async def test_say_briefly_pays_for_few_words_but_not_for_none(answer, reward):
     environment = made("environment.name=say_briefly", "environment.options={words: 5}")
     result = await play(environment, Endpoint([answer]))
     assert environment.reward(environment.task(1), result).total == reward
+
+
+async def test_say_briefly_asks_as_often_as_its_option_says_and_pays_the_mean():
+    environment = made("environment.name=say_briefly", "environment.options={words: 5, turns: 2}")
+    result = await play(environment, Endpoint(["Salt.", "salt and waves"]))
+    assert environment.min_calls == 2 and [m["role"] for m in result.transcript] == ["user", "assistant"] * 2
+    assert environment.reward(environment.task(1), result).total == 0.75

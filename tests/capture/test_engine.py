@@ -10,6 +10,7 @@ import json
 import shutil
 from collections import defaultdict
 from collections.abc import AsyncIterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -119,14 +120,20 @@ def said(response: dict[str, Any]) -> dict[str, str]:
     return {"role": "assistant", "content": text_of(response)}
 
 
-def reference_logprobs(model: Path, ids: list[int]) -> np.ndarray:
-    """Log-probs of every token after the first by transformers, float32, temperature 1."""
+@cache
+def network(model: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+
+
+def reference_logprobs(model: Path, ids: list[int]) -> np.ndarray:
+    """Log-probs of every token after the first by transformers, float32, temperature 1."""
+    import torch
+
     with torch.inference_mode():
-        logits = network(torch.tensor([ids])).logits[0, :-1].double()
+        logits = network(model)(torch.tensor([ids])).logits[0, :-1].double()
     picked = torch.log_softmax(logits, -1).gather(1, torch.tensor(ids[1:])[:, None])
     return picked[:, 0].numpy()
 
@@ -410,6 +417,65 @@ async def test_new_weights_reach_the_packed_output_head_too(worker: Worker, tmp_
     assert server.weight_version() == 1
     await server.update_weights(str(worker.model), 2)
     assert np.array((await server.score([ids]))[0]).tolist() == before.tolist(), "going back is exact"
+
+
+async def test_calls_that_straddle_a_weight_update_say_which_tokens_came_from_which(
+    worker: Worker, monkeypatch: Any, tmp_path: Path
+) -> None:
+    """A sync during ten live calls: before and after each boundary log-probs are those of the weights of that span."""
+    server = worker.server
+    monkeypatch.setattr(server.capture.engine, "_pins", SamplingPins(max_tokens=160))
+    old, new = server.weight_version(), server.weight_version() + 1
+    folder = other_weights(worker.model, tmp_path / "new")
+    agent = Agent(server, "run.7.0.0")
+    admissions = [agent.admission() for _ in range(10)]
+    bodies = [
+        {"model": "policy", "messages": [{"role": "user", "content": f"{i}?"}], "ignore_eos": True, "max_tokens": limit}
+        for i, limit in enumerate([160] * 8 + [1, 60])
+    ]
+    bodies[7]["stream"] = True
+    posts = [
+        asyncio.create_task(agent.http.post(agent.path, json=body, headers=agent.headers(admission)))
+        for body, admission in zip(bodies, admissions, strict=True)
+    ]
+    deadline = asyncio.get_running_loop().time() + 60
+    while min(len(worker.tap.sampled[admission.model_call_id]) for admission in admissions[:8]) < 5:
+        assert asyncio.get_running_loop().time() < deadline
+        await asyncio.sleep(0.005)
+    timings = await server.update_weights(str(folder), new, hold=True, straddle=True)
+    assert timings["straddling"] >= 8
+    late = asyncio.create_task(agent.call([USER], max_tokens=4))
+    text = server.tokenizer("The proof runs while calls wait.", add_special_tokens=False)["input_ids"]
+    proof = np.array((await server.score([text]))[0])
+    assert np.abs(proof - reference_logprobs(folder, text)).max() <= 1e-4
+    staged = {key.rpartition("/")[2] for key in worker.sink.rows}
+    assert not any(posts[i].done() or admissions[i].model_call_id in staged for i in range(8)), "held until proved"
+    server.resume()
+    assert [answer.status_code for answer in await asyncio.gather(*posts)] == [200] * 10
+    assert (await late)[2]["coords"]["weight_version"] == new
+
+    boundaries = []
+    for admission in admissions:
+        agent.remember(admission, await agent.outcome(admission.model_call_id))
+        (row,) = await worker.rows(agent, admission.model_call_id)
+        await worker.check_chain(agent, admission.model_call_id)
+        assert row.weight_version == old
+        ids, sampled = row.token_ids_delta.astype(int).tolist(), int(row.token_mask_delta.sum())
+        spans = row.extras.get("weight_spans", [[0, sampled, old]])
+        assert [span[0] for span in spans] == [0, *(span[1] for span in spans[:-1])] and spans[-1][1] == sampled
+        recorded = row.generation_log_probs_delta[-sampled:]
+        off_T = {
+            version: np.abs(recorded - reference_logprobs(model, ids)[-sampled:])
+            for version, model in ((old, worker.model), (new, folder))
+        }
+        for start, end, version in spans:
+            assert off_T[version][start:end].max() <= 2e-4, (start, end, version)
+            assert end - start < 5 or off_T[old + new - version][start:end].max() > 0.01, "the other weights differ"
+        if len(spans) == 2:
+            assert [span[2] for span in spans] == [old, new]
+            boundaries.append(spans[0][1])
+    assert len(boundaries) >= 8 and min(boundaries) >= 5, boundaries
+    await server.update_weights(str(worker.model), new + 1)
 
 
 async def test_nobody_without_the_token_reaches_the_engine(worker: Worker) -> None:

@@ -350,6 +350,22 @@ async def test_calls_stay_held_after_an_update_until_it_was_proved(
         assert not server.gate.held
 
 
+async def test_a_call_that_may_straddle_is_not_waited_for_and_nothing_of_it_leaves_before_the_proof(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    script = write_script(tmp_path, {"text": "The capital of France", "delay_s": 0.2})
+    async with serving(chatml_folder, script, monkeypatch, quiet_timeout_s=0.01) as (server, sink):
+        running = asyncio.create_task(Agent(server, "run.0.0.0").call([USER]))
+        await until(lambda: server.gate.running == 1)
+        assert (await server.update_weights("unused", 1, hold=True, straddle=True))["straddling"] == 1
+        held = asyncio.create_task(Agent(server, "run.0.1.0").call([USER]))
+        assert (await asyncio.wait([running, held], timeout=0.5))[0] == set()
+        assert sink.rows == {}
+        server.resume()
+        assert (await running)[2]["coords"]["weight_version"] == 0
+        assert (await held)[2]["coords"]["weight_version"] == 1
+
+
 async def test_weight_update_gives_up_at_its_deadline_and_lets_calls_go_on(
     chatml_folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:

@@ -236,3 +236,52 @@ def test_every_id_and_the_sentinel_reach_the_other_rank_in_their_dtype(tmp_path)
     assert first == second
     assert second[0] == ([[[value]] for value in EDGE_IDS], "int16")
     assert second[1] is None and [what[1] for what in second[2:]] == ["int8", "int32"]
+
+
+RANKS = {"threads": 2, "learning_rate": 1e-3, "micro_batch_tokens": 60, "publish_dtype": "float32"}
+
+
+def replaying_rank(rank, port, model, folder, rows):
+    from workbench.train.ranks import RankTrainer
+
+    config = RANKS | {"model_path": model, "run_dir": folder, "router_replay": "direct"}
+    # What a rank other than the first reads has no routes: it gets them from there.
+    own = rows if rank == 0 else [replace(row, routes=None) for row in rows]
+    learner = RankTrainer(config, rank, 2, f"tcp://127.0.0.1:{port}", MemoryRows(own))
+    metrics = learner.train_step(1, [row.rollout_id for row in rows])
+    learner.publish(1)
+    unknown = [replace(row, routes=None if rank else np.full_like(row.routes, -1)) for row in rows]
+    try:
+        learner.step_on(2, unknown)
+    except TrainerError as error:
+        torch.save({"metrics": metrics, "refused": str(error)}, f"{folder}/rank{rank}.pt")
+    learner.leave()
+
+
+@pytest.mark.timeout(400)
+def test_two_ranks_replay_as_one(moe, moe_path, tmp_path):
+    from safetensors.torch import load_file
+
+    rows = rows_of(perturbed(moe), count=5)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    (tmp_path / "two").mkdir()
+    processes.spawn(replaying_rank, args=(port, str(moe_path), str(tmp_path / "two"), rows), nprocs=2)
+    answers = [torch.load(tmp_path / "two" / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+    two = answers[0]["metrics"]
+    alone = trainer(moe_path, tmp_path / "one", **RANKS)
+    one, _ = alone.step_on(1, rows)
+    for name in ("loss", "grad_norm", "mean_abs_logprob_delta", "router_agreement", "replay_coverage"):
+        assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-7), name
+    assert two["router_agreement_by_layer"] == pytest.approx(one["router_agreement_by_layer"])
+    assert 0.2 < one["router_agreement"] < 0.999 and one["replay_coverage"] == 1.0
+    # Routers and experts among them: every weight moved as one rank moves it.
+    alone.publish(1)
+    ours, theirs = (load_file(tmp_path / who / "weights" / "v1" / "model.safetensors") for who in ("one", "two"))
+    before = load_file(moe_path / "model.safetensors")
+    moved = {name: (weight - before[name]).norm() for name, weight in ours.items()}
+    assert all(moved[name] > 0 for name in moved if name.endswith("mlp.gate.weight"))
+    assert all((theirs[name] - ours[name]).norm() <= 2e-2 * moved[name] for name in ours)
+    # Every rank hears of a batch without a route, and none waits for another.
+    assert all("none of the 80 positions in the loss has a route" in answer["refused"] for answer in answers)

@@ -40,10 +40,13 @@ class PolicyWorkers:
         """Hold the start-up conversation with every worker; the report of the first, they are all of one model."""
         return (await self._all("probe", (), PROBE_WITHIN_S, "the start-up probe"))[0]
 
-    async def load(self, path: str, version: int, timeout_s: float) -> dict[str, float]:
-        """Have every worker hold its calls and load `path`; returns the slowest's seconds of each part."""
-        timings = await self._all("update_weights", (path, version, True), timeout_s, f"loading step {version}")
-        return {part: max(each.get(part, 0.0) for each in timings) for part in timings[0]}
+    async def load(self, path: str, version: int, timeout_s: float, *, straddle: bool = False) -> dict[str, float]:
+        """Have every worker hold its calls and load `path`; returns the longest that any took for each part, and of
+        calls that straddle (`straddling`) the number at all of them."""
+        asked = (path, version, True, straddle)
+        timings = await self._all("update_weights", asked, timeout_s, f"loading step {version}")
+        put_together = {part: sum if part == "straddling" else max for part in timings[0]}
+        return {part: over([each.get(part, 0.0) for each in timings]) for part, over in put_together.items()}
 
     async def resume(self, version: int, timeout_s: float) -> None:
         """Let all of them sample again."""

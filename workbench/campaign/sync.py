@@ -45,7 +45,8 @@ class Weights:
         began = time.monotonic()
         path = await within(fleet.trainer.publish.remote(step), timeout_s, "the trainer", f"publishing step {step}")
         published = time.monotonic()
-        timings = await fleet.policy.load(path, step, timeout_s)
+        straddle = self._recipe.train.live_calls == "straddle"
+        timings = await fleet.policy.load(path, step, timeout_s, straddle=straddle)
         loaded = time.monotonic()
         proof = await fleet.prove(step)
         await fleet.policy.resume(step, timeout_s)

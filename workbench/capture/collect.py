@@ -1,7 +1,8 @@
 """Collect: one call's exact ids and log-probs out of an engine's outputs, streamed as deltas or whole.
 
 In: outputs shaped like vLLM's `RequestOutput` (prompt_token_ids, finished, outputs[0] with token_ids, logprobs,
-finish_reason, stop_reason). Out: prompt ids and sampled ids (uint64[T]), log-probs (float64[T], nats) and the extras.
+finish_reason, stop_reason, weight_versions). Out: prompt ids and sampled ids (uint64[T]), log-probs (float64[T], nats)
+and the extras.
 Invariant: nothing is filled in. What the engine leaves out becomes a named problem; counts and finiteness are checked
 by the core.
 """
@@ -16,7 +17,7 @@ import numpy as np
 
 from workbench.wire import Cause
 from workbench.wire.encoding import token_array
-from workbench.wire.extras import FINISH_REASON, SAMPLING, STOP_REASON, TRUNCATED
+from workbench.wire.extras import FINISH_REASON, SAMPLING, STOP_REASON, TRUNCATED, WEIGHT_SPANS
 
 
 class CollectedCall:
@@ -34,6 +35,7 @@ class CollectedCall:
         """Of the whole sequence, [tokens, layers, topk], where the engine's last output carries them."""
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self._weight_spans: list[list[int]] = []
 
     def add(self, output: Any) -> None:
         """Take one output in; cumulative ones replace what came before."""
@@ -56,6 +58,9 @@ class CollectedCall:
             if completion.finish_reason is not None:
                 self.finish_reason = str(completion.finish_reason)
                 self.stop_reason = completion.stop_reason
+                # The engine labels what each of its steps samples; the worker gave it the version as the label.
+                spans = getattr(completion, "weight_versions", None) or ()
+                self._weight_spans = [[span.start, span.end, int(span.version)] for span in spans]
 
     def problem(self) -> tuple[Cause, str] | None:
         """What the engine left out, as a cause and a sentence; None when everything is there."""
@@ -81,10 +86,13 @@ class CollectedCall:
     def logprobs(self) -> np.ndarray:
         return np.asarray(self._logprobs, dtype=np.float64)
 
-    def extras(self) -> dict[str, Any]:
-        """Facts that ride under the call's digest: how it ended and how it was sampled."""
+    def extras(self, weight_version: int) -> dict[str, Any]:
+        """Facts that ride under the call's digest: how it ended, how it was sampled, and with which weights where that
+        was not `weight_version`, the one at its admission, throughout."""
         params = self._params
-        return {
+        spans = [span for span in self._weight_spans if span[1] > span[0]]
+        straddled = any(version != weight_version for _, _, version in spans)
+        return ({WEIGHT_SPANS: spans} if straddled else {}) | {
             FINISH_REASON: self.finish_reason,
             STOP_REASON: self.stop_reason,
             TRUNCATED: self.finish_reason == "length",

@@ -146,6 +146,7 @@ class CapturingEngine(GatedEngine):
                     last = None
                     # The engine knows the call by our own id: a client's could repeat, and an abort is by id.
                     async for output in self._engine.generate(prompt, params, call.admission.model_call_id, **kwargs):
+                        await self._gate.proved()
                         collected.add(output)
                         if output.finished:
                             last = output
@@ -180,7 +181,7 @@ class CapturingEngine(GatedEngine):
         if problem is not None:
             self._fail(call, active, *problem)
             return
-        extras = collected.extras()
+        extras = collected.extras(active.weight_version)
         if self.routes is not None:
             extras |= await self.routes.extras(call.admission, collected)
         began = time.monotonic()

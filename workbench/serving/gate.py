@@ -1,7 +1,9 @@
 """Gate: calls run together, or one weight update runs alone.
 
 Invariant: no generation straddles two weight versions, because a closing gate waits until the running ones are done.
-Not here: loading weights (weights, worker), recording what ran (capture).
+The exception is asked for: with `straddle` running calls stay, and what the engine says of them is held back until the
+new weights are proved.
+Not here: pausing the engine and loading weights (worker, weights), recording what ran (capture).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from workbench.errors import CaptureError, DeadlineExceeded
 class GenerationGate:
     """Lets calls run together, or one weight update alone.
 
-    A closing gate holds new calls back and waits until the running ones are done, so no call straddles two versions.
+    A closing gate holds new calls back and, unless they may straddle, waits until the running ones are done.
     """
 
     def __init__(self) -> None:
@@ -28,6 +30,8 @@ class GenerationGate:
         self._open.set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._proved = asyncio.Event()
+        self._proved.set()
 
     @contextlib.asynccontextmanager
     async def call(self) -> AsyncIterator[None]:
@@ -44,33 +48,48 @@ class GenerationGate:
                 self._idle.set()
 
     @contextlib.asynccontextmanager
-    async def alone(self, timeout_s: float, *, stay_closed: bool = False) -> AsyncIterator[None]:
+    async def alone(
+        self, timeout_s: float, *, stay_closed: bool = False, straddle: bool = False
+    ) -> AsyncIterator[None]:
         """Hold while nothing may run; `stay_closed` leaves the gate closed afterwards, until `open`.
 
+        With `straddle` running calls stay, for the holder to pause them; their outputs wait in `proved` until `open`.
         Raises `DeadlineExceeded`, with the gate open, when running calls do not end within `timeout_s`.
         """
         if not self._open.is_set():
             raise CaptureError("A weight update is already in progress; expected one at a time.")
         self._open.clear()
         try:
-            try:
-                await asyncio.wait_for(self._idle.wait(), timeout_s)
-            except TimeoutError as error:
-                raise DeadlineExceeded(
-                    f"{self.running} generations still ran {timeout_s:g} s after a weight update asked for quiet."
-                ) from error
+            if straddle:
+                self._proved.clear()
+            else:
+                await self._wait_until_idle(timeout_s)
             yield
         except BaseException:
-            self._open.set()
+            self.open()
             raise
         self.held = stay_closed
         if not stay_closed:
-            self._open.set()
+            self.open()
+
+    async def _wait_until_idle(self, timeout_s: float) -> None:
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"{self.running} generations still ran {timeout_s:g} s after a weight update asked for quiet."
+            ) from error
 
     def open(self) -> None:
         """Let the calls go on that were held back."""
         self.held = False
+        self._proved.set()
         self._open.set()
+
+    async def proved(self) -> None:
+        """Wait while a running call may have output of weights that nobody has proved yet."""
+        while not self._proved.is_set():
+            await self._proved.wait()
 
 
 class GatedEngine:
@@ -92,4 +111,5 @@ class GatedEngine:
             # Closed here and now when the reader leaves: the gate must not open while the engine still runs the call.
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
+                    await self._gate.proved()
                     yield output

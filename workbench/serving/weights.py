@@ -3,7 +3,8 @@
 vLLM mixes `EngineSide` into its worker class and calls it by name (`collective_rpc`). Four things need code there:
 - Reloading. On a CPU vLLM keeps packed copies of weight matrices. Its own reload renews those of linear layers but,
   with tied embeddings, not the output head's, and the engine then samples from a mixed model without a word. So every
-  embedding that has a packed copy is packed again from its new weight.
+  embedding that has a packed copy is packed again from its new weight, and so are the experts of a mixture
+  (`expert_weights`).
 - Proving. One optimiser step moves log-probs by less than a bfloat16 engine's rounding does, so no comparison of
   log-probs could tell that an engine kept its old weights. Weights can: what the engine shows under the file's own
   names must equal the file, and a packed copy must give back the weight that it was packed from.
@@ -39,13 +40,16 @@ class EngineSide:
 
         `repack=False` is what vLLM does alone, unproved; it is there so that a test can show the difference.
         """
+        from workbench.serving.expert_weights import compare_experts_with_file, let_go_of_kernels
+
         began = time.perf_counter()
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        repacked = let_go_of_kernels(model) if repack else 0
         self.reload_weights(weights_path=path)  # type: ignore[attr-defined]
         loaded = time.perf_counter()
-        model = self.model_runner.get_model()  # type: ignore[attr-defined]
-        repacked = _repack_embeddings(model) if repack else 0
+        repacked += _repack_embeddings(model) if repack else 0
         packed = time.perf_counter()
-        compared = _compare_with_file(model, Path(path)) if repack else 0
+        compared = _compare_with_file(model, Path(path)) + compare_experts_with_file(model, Path(path)) if repack else 0
         if repack:
             _compare_packed_copies(model)
         return {

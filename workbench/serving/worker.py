@@ -1,7 +1,8 @@
 """Worker: one policy, served over HTTP by its inference engine, with every tagged call captured.
 
     start: engine (vLLM in a child process, or scripted) → serving app → capture gate → uvicorn in this event loop
-    update_weights: hold new calls → wait until none runs → load and repack → reset the prefix cache → version := new
+    update_weights: hold new calls → wait until none runs, or pause those that do → load and repack → reset the prefix
+                    cache → version := new
 `PolicyServer` is a plain async class; `PolicyWorker` is the Ray actor around it, staging into TransferQueue.
 Invariants: a call's version is the one at its admission; no call straddles two versions; when this process dies, killed
 too, the engine's processes end with it.
@@ -154,6 +155,7 @@ class PolicyServer:
             await vllm_runtime.record_routes(self.engine)
             if self.capture is not None:
                 self.capture.take_routes = functools.partial(vllm_runtime.take_routes, self.engine)
+        await self.engine.update_weight_version(str(self._version))
         stops = vllm_runtime.stop_token_ids(self.engine, self.tokenizer)
         return await vllm_runtime.build_app(self._wrap(self.engine, stops), arguments)
 
@@ -210,25 +212,46 @@ class PolicyServer:
 
         return await run_probe(self, self.capture)
 
-    async def update_weights(self, path: str, version: int, hold: bool = False) -> dict[str, float]:
+    async def update_weights(
+        self, path: str, version: int, hold: bool = False, straddle: bool = False
+    ) -> dict[str, float]:
         """Load the safetensors folder `path` as weight version `version`; returns the seconds each part took.
 
         New calls wait meanwhile, and with `hold` until `resume`, so that the new weights can be proved before anything
-        is sampled from them. Raises `WeightSyncError` when loading fails or the prefix cache was not reset,
+        is sampled from them. Running calls end first; with `straddle` they are paused and go on with the new weights,
+        their prompts and what they had sampled computed again, and nothing of that leaves before `resume`. How many
+        there were is `straddling` then. Raises `WeightSyncError` when loading fails or the prefix cache was not reset,
         `DeadlineExceeded` when running calls do not end within `quiet_timeout_s` or loading takes longer than
         `load_timeout_s`, `ComponentDied` when the engine is gone.
         """
         if version <= self._version:
             raise WeightSyncError(f"Weight version {version} came after {self._version}; versions only grow.")
+        if self.config.engine == "vllm":
+            _check_folder(path)
         began = time.perf_counter()
-        async with self.gate.alone(self.config.quiet_timeout_s, stay_closed=hold):
-            quiet = time.perf_counter()
-            timings = {"quiet_s": quiet - began}
+        async with self.gate.alone(self.config.quiet_timeout_s, stay_closed=hold, straddle=straddle):
+            timings = {"straddling": float(self.gate.running)} if straddle else {}
             if self.config.engine == "vllm":
                 self.check_alive()
+                if straddle:
+                    await self._pause()
+            timings["quiet_s"] = time.perf_counter() - began
+            if self.config.engine == "vllm":
                 timings |= await self._load(path)
+                await self.engine.update_weight_version(str(version))
+                if straddle:
+                    await self.engine.resume_generation()
             self._version = version
         return timings | {"total_s": time.perf_counter() - began}
+
+    async def _pause(self) -> None:
+        """Freeze running calls between two steps of the engine. Should loading fail they stay frozen: nothing is to be
+        sampled from weights in doubt."""
+        try:
+            pause = self.engine.pause_generation(mode="keep", clear_cache=False)
+            await asyncio.wait_for(pause, self.config.load_timeout_s)
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"The engine did not pause within {self.config.load_timeout_s:g} s.") from error
 
     def resume(self) -> None:
         """Let calls sample again after `update_weights(…, hold=True)`."""
@@ -242,8 +265,6 @@ class PolicyServer:
             )
 
     async def _load(self, path: str) -> dict[str, float]:
-        if not (Path(path) / "config.json").is_file():
-            raise WeightSyncError(f"No weights at {path}: expected a folder with config.json and safetensors files.")
         try:
             reload = self.engine.collective_rpc("workbench_reload", args=(str(path),))
             (timings, *_) = await asyncio.wait_for(reload, self.config.load_timeout_s)
@@ -285,6 +306,11 @@ class PolicyServer:
             from workbench.serving import vllm_runtime
 
             await asyncio.to_thread(vllm_runtime.shutdown, engine, STOP_TIMEOUT_S)
+
+
+def _check_folder(path: str) -> None:
+    if not (Path(path) / "config.json").is_file():
+        raise WeightSyncError(f"No weights at {path}: expected a folder with config.json and safetensors files.")
 
 
 def _load_tokenizer(config: WorkerConfig) -> Any:
@@ -352,8 +378,10 @@ class PolicyWorker:
     async def probe(self) -> dict[str, Any]:
         return await self._server.probe()
 
-    async def update_weights(self, path: str, version: int, hold: bool = False) -> dict[str, float]:
-        return await self._server.update_weights(path, version, hold)
+    async def update_weights(
+        self, path: str, version: int, hold: bool = False, straddle: bool = False
+    ) -> dict[str, float]:
+        return await self._server.update_weights(path, version, hold, straddle)
 
     async def resume(self) -> None:
         self._server.resume()
