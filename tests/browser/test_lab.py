@@ -59,13 +59,13 @@ def detail(view: Locator) -> Locator:
 
 def test_the_chain_says_which_calls_were_trained_on(chain: Locator) -> None:
     expect(chain.locator(".wb-title")).to_have_text(
-        "Rollout demo.0.0.0 · 4 calls · 1 side branch · 164 tokens (48 sampled) · reward 0.167368 · "
+        "Rollout demo.0.0.0 · 5 calls · 1 retry · 183 tokens (47 sampled) · reward 0.163684 · "
         "verified, trained in step 1"
     )
     expect(chain.locator(".wb-custody.verified")).to_be_visible()
-    expect(chain.locator(".wb-card.chain")).to_have_count(3)
-    expect(chain.locator(".wb-card")).to_have_count(4)
-    expect(chain.locator(".wb-branch", has_text="side branch after #1")).to_be_visible()
+    expect(chain.locator(".wb-card.chain")).to_have_count(4)
+    expect(chain.locator(".wb-card")).to_have_count(5)
+    expect(chain.locator(".wb-branch", has_text="retry after #1")).to_be_visible()
     expect(chain.locator(".wb-error")).to_be_hidden()
 
 
@@ -80,10 +80,10 @@ def test_clicking_a_branch_opens_its_tokens(chain_page: NotebookPage, chain: Loc
     branch = chain.locator(".wb-card:not(.chain)")
     branch.click()
     expect(branch).to_have_class(re.compile(r"\bat\b.*\bchosen\b"))
-    expect(detail(chain)).to_contain_text("side branch: another request after the same call")
+    expect(detail(chain)).to_contain_text("retry: the same request again")
     tokens = chain_page.view("chain = look(PrefixChain", "TokenStrip")
     call_id = branch.get_attribute("data-call")
-    expect(tokens.locator(".wb-title")).to_contain_text("136 tokens (32 sampled)")
+    expect(tokens.locator(".wb-title")).to_contain_text("118 tokens (32 sampled)")
     expect(tokens.locator(".wb-line.call").last).to_contain_text("call #2")
     assert call_id
     expect(tokens.locator(".wb-line.call").last).to_contain_text(call_id[:8])
@@ -107,13 +107,16 @@ def test_a_call_is_found(chain: Locator) -> None:
     chain.press("/")
     search = chain.locator("input")
     expect(search).to_be_focused()
-    search.fill("side branch")
+    search.fill("retry")
     search.press("Enter")
     expect(chain.locator(".wb-note")).to_have_text("1 of 1 call found")
     expect(at(chain)).to_contain_text("#2")
     search.fill("no such call")
     search.press("Enter")
     expect(chain.locator(".wb-note")).to_contain_text("does not occur")
+    search.fill("")
+    search.press("Enter")
+    expect(chain.locator(".wb-note")).to_have_text("5 calls on 2 paths, all at hand")
     search.press("Escape")
 
 
@@ -121,7 +124,7 @@ def test_a_rejected_rollout_says_why(chain_page: NotebookPage) -> None:
     rejected = chain_page.view("look(PrefixChain, campaign, rejected[0])", "PrefixChain")
     expect(rejected.locator(".wb-title")).to_contain_text("rejected: unresolved_parent")
     lost = rejected.locator(".wb-card.lost")
-    expect(lost).to_have_count(2)
+    expect(lost).to_have_count(3)
     expect(lost.first).to_contain_text("assistant_text_changed")
     lost.first.click()
     expect(detail(rejected)).to_contain_text("the text of a model turn came back changed")
@@ -143,25 +146,25 @@ def test_the_largest_difference_is_found_in_its_text(token_page: NotebookPage) -
     strip = token_page.view("strip = look(TokenStrip", "TokenStrip")
     strip.focus()
     strip.press("d")
-    expect(strip.locator(".wb-note")).to_contain_text("|Δ| number 1 of 16")
-    expect(detail(strip)).to_contain_text("Δ 0.4625")
+    expect(strip.locator(".wb-note")).to_contain_text("|Δ| number 1 of 60")
+    expect(detail(strip)).to_contain_text("Δ -0.6575")
     marked = strip.locator(".wb-t.at")
-    expect(marked).to_have_attribute("data-i", "62")
+    expect(marked).to_have_attribute("data-i", "98")
     strip.locator("select").select_option("delta")
-    expect(marked).to_have_css("background-color", re.compile(r"rgba\(232, 135, 43"))
+    expect(marked).to_have_css("background-color", re.compile(r"rgba?\(31, 95, 168"))
 
 
 def test_tokens_are_walked_and_found_by_keyboard(token_page: NotebookPage) -> None:
     strip = token_page.view("strip = look(TokenStrip", "TokenStrip")
     strip.focus()
-    for key, position in (("[", "55"), ("ArrowRight", "56"), ("[", "55"), ("[", "0"), ("]", "55")):
+    for key, position in (("ArrowRight", "99"), ("[", "98"), ("[", "68"), ("]", "98")):
         strip.press(key)
         expect(strip.locator(".wb-t.at")).to_have_attribute("data-i", position)
     strip.press("/")
     search = strip.locator("input")
-    search.fill("assume")
+    search.fill("from")
     search.press("Enter")
-    expect(strip.locator(".wb-t.found")).to_contain_text("assume")
+    expect(strip.locator(".wb-t.found")).to_contain_text("from")
     expect(strip.locator(".wb-note")).to_contain_text("1 of 1 found")
     search.press("Escape")
 
@@ -169,7 +172,7 @@ def test_tokens_are_walked_and_found_by_keyboard(token_page: NotebookPage) -> No
 def test_calls_are_walked_in_a_row_of_several(chain_page: NotebookPage) -> None:
     strip = chain_page.view("look(TokenStrip, campaign, rollout_id)", "TokenStrip")
     strip.focus()
-    for key, position in (("n", "71"), ("n", "118"), ("p", "71"), ("p", "0")):
+    for key, position in (("n", "71"), ("n", "115"), ("p", "71"), ("p", "0")):
         strip.press(key)
         expect(strip.locator(".wb-t.at")).to_have_attribute("data-i", position)
 

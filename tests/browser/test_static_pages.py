@@ -18,12 +18,12 @@ pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 SEEN = {
     "02_prefix_chain.ipynb": (
         "Explore one rollout's prefix chain",
-        "Rollout demo.0.0.0 · 4 calls · 1 side branch · 164 tokens (48 sampled)",
-        "side branch: another request after the same call",
+        "Rollout demo.0.0.0 · 5 calls · 1 retry · 183 tokens (47 sampled)",
+        "retry: the same request again",
     ),
     "03_tokens_and_logprobs.ipynb": (
         "Tokens and log-probabilities",
-        "370 sampled tokens · mean |Δ| 0.0492",
+        "406 sampled tokens · mean |Δ| 0.0657",
         "token_mult_prob_error",
     ),
     "04_poisoning.ipynb": (
@@ -33,7 +33,7 @@ SEEN = {
     ),
     "10_campaign.ipynb": (
         "A capture campaign",
-        "2 of 16 rollouts rejected (12.5%)",
+        "3 of 16 rollouts rejected (18.8%)",
         "The request continues no recorded call, so its prefix is unknown.",
     ),
 }

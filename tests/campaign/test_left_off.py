@@ -46,7 +46,7 @@ def unfinish(run, group_id):
 def test_a_finished_run_has_nothing_open(run):
     left = read_left_off(run)
     assert (left.steps_done, left.unrecorded, left.open_groups, left.next_group) == (4, {}, [], 4)
-    assert left.rejections.total() == 2
+    assert left.rejections.total() == 3
 
 
 def test_a_finished_group_that_no_step_took_is_waiting(run):
@@ -143,7 +143,7 @@ def test_a_finished_run_goes_on_only_when_it_is_told_how_far(run):
 def test_only_reach_deadlines_and_the_machine_may_change(run):
     changes = ["train.steps=6", "train.timeout_s=5", "rollouts.max_inflight_groups=1", "checkpoint.every=1"]
     assert resumable(run, changes).checkpoint.every == 1
-    for change in ("train.learning_rate=0.5", "environment.options.turns=4", "seed=1", "train.rollouts_per_group=8"):
+    for change in ("train.learning_rate=0.5", "environment.options.turns=3", "seed=1", "train.rollouts_per_group=8"):
         with pytest.raises(RecipeError, match="a resumed run keeps its recipe") as caught:
             resumable(run, ["train.steps=6", change])
         assert str(caught.value).startswith(change.partition("=")[0].removesuffix(".turns") + ":")

@@ -114,7 +114,7 @@ function buildChain(shell) {
     space.style.width = `${CARD.left + chain.depth * CARD.x}px`;
     space.style.height = `${CARD.top + chain.rows.length * CARD.y}px`;
     map.style.height = `${Math.min(MAP_HEIGHT, CARD.top + chain.rows.length * CARD.y + 18)}px`;
-    note.textContent = `${count(chain.n, "call")} on ${count(chain.rows.length, "path")}, all at hand`;
+    whole();
     explain();
     map.scrollLeft = map.scrollTop = 0;
     shell.idle = false;
@@ -250,9 +250,13 @@ function buildChain(shell) {
     note.textContent = "every call is on the chain";
   }
 
+  function whole() {
+    note.textContent = `${count(chain.n, "call")} on ${count(chain.rows.length, "path")}, all at hand`;
+  }
+
   function seek() {
     const needle = search.value.trim().toLowerCase();
-    if (!needle) return;
+    if (!needle) return whole();
     const hits = [];
     for (let i = 0; i < chain.n; i++) if (chain.matches(i, needle)) hits.push(i);
     const after = hits.find((i) => i > at) ?? hits[0];

@@ -107,6 +107,8 @@ function buildDiff(shell) {
   }
 
   function seek() {
+    note.textContent = "";
+    if (!search.value) return;
     for (const [side, pane] of panes.entries()) {
       const hits = pane.tokens.find(search.value);
       pane.found = new Set(hits);
