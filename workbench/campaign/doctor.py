@@ -1,8 +1,8 @@
 """Doctor: is this machine able to run a recipe, and what is missing? Each finding with its cure, in one line.
 
-`examine(recipe)` looks, without starting Ray or an engine, at Python, torch and its companions, the engine's package
-and platform, the model, the logical CPUs that the data plane needs, memory, disk, compiler and ports. Versions are
-asked of other processes where importing would be slow or could break this one.
+`examine(recipe)` looks at Python, torch and its companions, the engine's package and platform, the model, the logical
+CPUs that the actors need, memory, disk, compiler, ports, fonts and browser, and tries Ray and TransferQueue (`trial`).
+No engine is started. What would be slow to import here, or could break this process, is asked of others.
 """
 
 from __future__ import annotations
@@ -29,14 +29,17 @@ from workbench.recipe_schema import Recipe
 
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 IMPORT_TIMEOUT_S = 120.0
+TRIAL_TIMEOUT_S = 300.0
 # A Unix socket's path may have 107 bytes, and vLLM puts names of 36 letters and a suffix into the temporary directory.
 LONGEST_TMPDIR = 64
 
 
-def examine(recipe: Recipe | None = None) -> Iterator[Finding]:
-    """Findings one after the other, the quick ones first. Without a recipe, what is the same for all of them."""
+def examine(recipe: Recipe | None = None, *, quick: bool = False) -> Iterator[Finding]:
+    """Findings one after the other, the quick ones first. Without a recipe, what is the same for all of them; with
+    `quick`, Ray is not started."""
     yield machine.python_version()
     yield machine.memory()
+    yield machine.free_memory()
     yield machine.disk(Path.cwd(), machine.RUN_GIB)
     yield machine.compiler()
     yield temporary_directory()
@@ -44,6 +47,10 @@ def examine(recipe: Recipe | None = None) -> Iterator[Finding]:
     yield from before_a_run(recipe) if recipe is not None else [packages()]
     yield from torch_companions()
     yield engine_platform()
+    yield fonts()
+    yield browser()
+    if not quick:
+        yield from trial(recipe)
 
 
 def before_a_run(recipe: Recipe, *, training: bool = True) -> Iterator[Finding]:
@@ -59,7 +66,8 @@ def before_a_run(recipe: Recipe, *, training: bool = True) -> Iterator[Finding]:
     yield port("gateway.port", recipe.gateway.host, recipe.gateway.port)
     yield port("engine.port", "127.0.0.1", recipe.engine.port)
     yield model(recipe)
-    yield heads(recipe)
+    if recipe.engine.tensor_parallel > 1:
+        yield heads(recipe)
 
 
 def capture(recipe: Recipe, *, training: bool = True) -> Finding:
@@ -223,6 +231,57 @@ def engine_platform() -> Finding:
         last = answer.strip().splitlines()[-1:] or ["no answer"]
         return Finding("vllm", f"{name} {version(name)} does not import", f"it says: {last[0][:160]}")
     return Finding("vllm", f"{name} {version(name)} on {platform}")
+
+
+def fonts() -> Finding:
+    """The fonts of static pictures, drawn once: a missing one shows as boxes in every report."""
+    code = (
+        "import io, warnings; warnings.simplefilter('error')\n"
+        "import matplotlib; matplotlib.use('agg')\n"
+        "from matplotlib import font_manager, pyplot\n"
+        "names = ['DejaVu Sans', 'DejaVu Sans Mono']\n"
+        "for name in names: font_manager.findfont(name, fallback_to_default=False)\n"
+        "for name in names: pyplot.figtext(0.1, 0.5, 'Δ ─► é ≥ ✓', family=name)\n"
+        "pyplot.savefig(io.BytesIO(), format='png'); print('drawn')"
+    )
+    answer = ask_python(code)
+    if answer.strip().endswith("drawn"):
+        return Finding("fonts", "DejaVu Sans and Sans Mono, drawn as PNG")
+    last = (answer.strip().splitlines() or ["no answer"])[-1]
+    return Finding("fonts", f"{last[:120]}", "matplotlib brings them: pip install --force-reinstall matplotlib")
+
+
+def browser() -> Finding:
+    """A Chromium for the tests of the notebooks; no campaign needs one."""
+    tool = Path(__file__).resolve().parents[2] / "tools" / "chromium.py"
+    if not tool.is_file():
+        return Finding("browser", "for the tests of a checkout, and this is none", optional=True)
+    done = subprocess.run(
+        [sys.executable, str(tool), "--find"], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
+    )
+    if done.returncode == 0:
+        return Finding("browser", done.stdout.strip(), optional=True)
+    cure = "make test gets one; on Debian: apt-get install chromium; or WORKBENCH_CHROMIUM=/path/to/chromium"
+    return Finding("browser", "no Chromium, which tests of the notebooks need", cure, optional=True)
+
+
+def trial(recipe: Recipe | None) -> Iterator[Finding]:
+    """Start Ray as the recipe does and carry a row through TransferQueue, in a process of its own."""
+    settings = [] if recipe is None else [f"ray.address={recipe.ray.address}", f"ray.num_cpus={recipe.ray.num_cpus}"]
+    command = [sys.executable, "-m", "workbench.campaign.trial", *settings]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TRIAL_TIMEOUT_S, check=False)
+        said, wrong = done.stdout, (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
+    except subprocess.TimeoutExpired as error:
+        said, wrong = (error.stdout or b"").decode(), f"no answer within {TRIAL_TIMEOUT_S:.0f} s"
+    seconds = dict(line.split() for line in said.splitlines() if line.startswith(("ray ", "row ")))
+    cure = "try when the machine is less busy; Ray's own words are in /tmp/ray/session_latest/logs"
+    for what, name, done_in in (("ray", "ray", "started in"), ("row", "data plane", "a row put, read, cleared in")):
+        if what in seconds:
+            yield Finding(name, f"{done_in} {seconds[what]} s")
+        else:
+            yield Finding(name, wrong[:300], cure)
+            return
 
 
 def version(distribution: str) -> str:
