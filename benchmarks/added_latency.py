@@ -45,7 +45,7 @@ async def with_transfer_queue(folder: Path) -> AsyncIterator[tuple[str, str, str
     script.write_text(json.dumps(LINE))
     recipe = load_recipe("cpu_smoke", ["engine.kind=scripted", f"engine.script_path={script}", "finalizer.actors=1"])
     async with _Fleet(recipe, folder / "run", training=False) as fleet:
-        yield fleet.gateway_url, fleet.worker_url, os.environ[WORKER_TOKEN]
+        yield fleet.gateway_url, fleet.policy.urls[0], os.environ[WORKER_TOKEN]
 
 
 @contextlib.asynccontextmanager

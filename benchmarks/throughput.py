@@ -42,7 +42,7 @@ async def batch(client: httpx.AsyncClient, fleet: Fleet, round_: int, *, capture
             answer = await client.post(f"{rollout}/v1/chat/completions", json=asked)
         else:
             headers = {"authorization": f"Bearer {os.environ[WORKER_TOKEN]}"}
-            answer = await client.post(f"{fleet.worker_url}/v1/chat/completions", json=asked, headers=headers)
+            answer = await client.post(f"{fleet.policy.urls[0]}/v1/chat/completions", json=asked, headers=headers)
         answer.raise_for_status()
         return int(answer.json()["usage"]["completion_tokens"])
 

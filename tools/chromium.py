@@ -1,6 +1,7 @@
 """Chromium: find a browser for the tests of the notebooks, get one where that is possible, or say how.
 
     .venv/bin/python tools/chromium.py        prints its path; exit code 2 and one line on stderr where there is none
+    .venv/bin/python tools/chromium.py --find the same, and gets none where there is none
 
 In order: $WORKBENCH_CHROMIUM → one on the PATH → Playwright's own → apt-get (root, Debian) → Playwright's download.
 A browser counts when it answers `--version`: on some systems the name is only a hint to a shop. Nothing is done where
@@ -109,4 +110,4 @@ def main(look: Callable[[], str | None] = get) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(find if "--find" in sys.argv[1:] else get))

@@ -39,6 +39,9 @@ async def answer(awaitable: Awaitable[T], timeout_s: float | None) -> T:
         if cause is None:
             raise
         raise cause from None
+    except ray_errors.ActorUnavailableError:
+        why = "no connection to its process any more; the process, its node or the network between is gone"
+        raise ActorLost(why, died=True) from None
     except ray_errors.RayActorError as error:
         raise ActorLost(str(error).strip().splitlines()[0], died=True) from None
 

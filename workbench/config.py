@@ -28,6 +28,7 @@ from workbench.errors import RecipeError
 from workbench.nearest import did_you_mean
 from workbench.places import shipped
 from workbench.recipe_schema import MISSING, Recipe
+from workbench.recipe_training import INSTEAD, NOT_OFFERED
 
 __all__ = ["Recipe", "Resolved", "describe", "load_recipe", "resolve_recipe"]
 
@@ -232,6 +233,11 @@ def _check_keys(values: Any, schema: type[BaseModel], origin: str, prefix: str =
         )
     for key, value in values.items():
         field = schema.model_fields.get(str(key))
+        if field is None and f"{prefix}{key}" in NOT_OFFERED:
+            raise RecipeError(
+                f"{origin}: {prefix}{key}: not offered, got {value!r}: {NOT_OFFERED[f'{prefix}{key}']}. Allowed in its "
+                f"place: {INSTEAD[prefix.rstrip('.')]}"
+            )
         if field is None:
             near = _nearest(str(key), prefix, schema)
             raise RecipeError(

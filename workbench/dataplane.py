@@ -107,6 +107,15 @@ def start(
             f"the data plane needs {needed} logical CPUs of Ray (1 controller + {storage_units} storage units), "
             f"{free:g} of {total:g} are free; raise ray.num_cpus or lower data_plane.storage_units"
         )
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    for node in alive:
+        # TransferQueue deals them out to all nodes in turn and would wait for ever on one without a free slot.
+        each, has = storage_units // len(alive), node["Resources"].get("CPU", 0.0)
+        if has < each:
+            raise SetupError(
+                f"node {node['NodeManagerAddress']} of the Ray cluster has {has:g} logical CPUs and is to hold {each} "
+                "storage units; start it with more (ray start --num-cpus), or lower data_plane.storage_units"
+            )
     _set_limits(send_recv_timeout_s, max_attempts)
 
     def initialise() -> None:

@@ -75,6 +75,12 @@ def experts_of(folder: Path) -> int:
     return max((int(config[name]) for name in names if config.get(name)), default=0)
 
 
+def attention_heads_of(folder: Path) -> int:
+    """Attention heads of a layer of the model in `folder`, as its config says; 0 where it does not."""
+    config = json.loads((folder / "config.json").read_text())
+    return int((config.get("text_config") or config).get("num_attention_heads") or 0)
+
+
 def build(name: str) -> Path:
     """Build model `name` unless it is there already; returns its folder.
 

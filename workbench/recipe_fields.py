@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 MISSING = "???"
 # What may name a recipe and a run: it becomes a directory and the first part of every rollout id.
 RUN_NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,79}$"
+# Ray's client (ray://) is no choice: handles made by it cannot be awaited in the driver's event loop.
+RAY_ADDRESS = r"^(local|auto|[A-Za-z0-9._-]+:[0-9]{1,5})$"
 
 Dtype = Literal["bfloat16", "float32"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]

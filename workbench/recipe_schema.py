@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from workbench.recipe_fields import MISSING, RUN_NAME, Dtype, Fraction, Port, Positive, Seconds, Section
+from workbench.recipe_fields import MISSING, RAY_ADDRESS, RUN_NAME, Dtype, Fraction, Port, Positive, Seconds, Section
 from workbench.recipe_training import Checkpoint, Proof, Train
 
 __all__ = ["MISSING", "RUN_NAME", "Recipe", "Section"]
@@ -73,8 +73,15 @@ class Engine(Section):
     """OpenMP threads of the engine; 0 means all processors of this machine."""
     start_timeout_s: Seconds = 240.0
     """How long until the engine must answer its health route."""
+    workers: Positive = 1
+    """Policy workers: engines with the same weights, each an actor of its own. All calls of a rollout go to one of
+    them, which has its token ids in memory. The threads and the KV cache of this section are each one's."""
+    tensor_parallel: Positive = 1
+    """Processes that one engine's weights are split over, on GPUs one GPU each. Must divide the model's heads."""
+    enforce_eager: bool = True
+    """Run the model uncompiled. On a CPU compiling costs minutes and gains little; on GPUs false is faster."""
     port: Port = 0
-    """Port of the worker's HTTP server; 0 lets the system choose."""
+    """Port of the worker's HTTP server; 0 lets the system choose, and is the only choice with several workers."""
     script_path: str | None = None
     """JSONL script of the scripted engine; null for a real one."""
 
@@ -99,6 +106,9 @@ class Gateway(Section):
 class DataPlane(Section):
     storage_units: Positive = 2
     """TransferQueue storage actors. Each needs one logical CPU of Ray, and the controller one more."""
+    storage_units_per_node: Positive | None = None
+    """As many storage actors on every node of the Ray cluster, in place of `storage_units`. null: `storage_units` in
+    all, dealt out to the nodes in turn."""
     send_recv_timeout_s: Seconds = 20.0
     """One attempt against a storage unit. TransferQueue's default, 200 s, hides a dead one for ten minutes."""
     max_attempts: Positive = 2
@@ -109,10 +119,20 @@ class DataPlane(Section):
 
 
 class RayCluster(Section):
-    address: str = "local"
-    """`local` starts a Ray of its own; `auto` or host:port joins a running cluster."""
+    """Where the actors run; `docs/cluster.md` says what a cluster must offer."""
+
+    address: Annotated[str, Field(pattern=RAY_ADDRESS)] = "local"
+    """`local` starts a Ray of its own; `auto` or host:port joins a running cluster, one of whose nodes this machine
+    must be."""
     num_cpus: Positive = 8
     """Logical CPUs of a local Ray: slots for actors, not processors. Ignored when joining a cluster."""
+    device: Literal["cpu", "gpu"] = "cpu"
+    """What engines and trainer compute on. `gpu`: every process of an engine and every trainer rank takes one GPU."""
+    placement: Literal["pack", "spread"] = "pack"
+    """Workers, finalizers and trainer ranks on as few nodes as hold them, or each on another node as far as there are
+    some."""
+    placement_timeout_s: Seconds = 60.0
+    """How long the cluster may take to make room for all of them, nodes that come late included."""
 
 
 class Misbehave(Section):
@@ -213,11 +233,28 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
         # Each of these would otherwise show minutes later, as a wait without end or as rows nobody can train on.
-        needed = self.data_plane.storage_units + 1
+        units = self.data_plane.storage_units_per_node or self.data_plane.storage_units
+        needed = units + 1
         if self.ray.address == "local" and self.ray.num_cpus < needed:
             raise ValueError(
                 f"ray.num_cpus: expected at least {needed} logical CPUs, because TransferQueue takes one for its "
-                f"controller and one for each of {self.data_plane.storage_units} storage units; got {self.ray.num_cpus}"
+                f"controller and one for each of {units} storage units; got {self.ray.num_cpus}"
+            )
+        if self.engine.port and self.engine.workers > 1:
+            raise ValueError(
+                f"engine.port: expected 0, because {self.engine.workers} workers cannot share one port; got "
+                f"{self.engine.port}"
+            )
+        per_node = self.train.ranks_per_node
+        if per_node and self.train.ranks % per_node:
+            raise ValueError(
+                f"train.ranks_per_node: expected a divisor of train.ranks ({self.train.ranks}), so that every node of "
+                f"the trainer is full; got {per_node}"
+            )
+        if self.engine.kind == "scripted" and self.engine.tensor_parallel > 1:
+            raise ValueError(
+                f"engine.tensor_parallel: expected 1, because engine.kind is 'scripted' and has no weights to split; "
+                f"got {self.engine.tensor_parallel}"
             )
         if self.token_capture.routes and not self.token_capture.enabled:
             raise ValueError(

@@ -8,6 +8,19 @@ from pydantic import Field
 
 from workbench.recipe_fields import Dtype, Positive, Seconds, Section
 
+#: Keys of other trainers and why they are no choice here; each is refused with this sentence.
+NOT_OFFERED = {
+    "train.tensor_parallel": "the trainer is spread with FSDP2 alone, which splits every weight over all ranks",
+    "train.pipeline_parallel": "the trainer is spread with FSDP2 alone, which splits every weight over all ranks",
+    "train.context_parallel": "a row is never split over ranks: its log-probs are proved on the whole row",
+    "train.expert_parallel": "the trainer is spread with FSDP2 alone, experts like every other weight",
+    "engine.pipeline_parallel": "an engine is one node's: its weights are split within a node alone",
+}
+INSTEAD = {
+    "train": "train.ranks (any number), train.ranks_per_node",
+    "engine": "engine.tensor_parallel, engine.workers",
+}
+
 
 class Advantage(Section):
     name: str = "grpo"
@@ -101,6 +114,8 @@ class Train(Section):
     ranks: Positive = 1
     """Processes that the trainer is spread over (FSDP2), each an actor with a logical CPU of its own. Checkpoints are
     whole: a run may go on with another number of ranks."""
+    ranks_per_node: Positive | None = None
+    """Ranks that stand together, as many on each node that has any. null: wherever `ray.placement` puts each."""
     max_staleness: Annotated[int, Field(ge=0)] = 1
     """How many versions a row may lag behind the weights it trains. 0 never overlaps rollouts and training."""
     clip_low: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.2

@@ -144,7 +144,10 @@ class Running:
         fleet = self.fleet
         assert fleet is not None
         actors = {
-            "policy worker": fleet.worker,
+            **{
+                name.removeprefix("the "): actor
+                for name, actor in zip(fleet.policy.names, fleet.policy.actors, strict=True)
+            },
             "trainer": fleet.trainer,
             **{f"finalizer {number}": actor for number, actor in enumerate(fleet.finalizers.actors)},
             **fleet._data_plane_actors,

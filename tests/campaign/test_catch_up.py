@@ -19,6 +19,7 @@ from train.samples import MemoryRows
 
 from workbench import runs
 from workbench.campaign.controller import run_campaign
+from workbench.campaign.policy import PolicyWorkers
 from workbench.campaign.proof import SyncProof
 from workbench.campaign.verify_run import verify_run
 from workbench.config import load_recipe
@@ -79,7 +80,7 @@ class LocalFleet:
         config = settings | {"model_path": recipe.model.path, "run_dir": str(run_dir), "publish_dtype": "float32"}
         self.trainer = Remote(Trainer(config, source=self.rows))
         self.worker_object = Worker(dies_at)
-        self.worker = Remote(self.worker_object)
+        self.policy = PolicyWorkers([Remote(self.worker_object)])
         self.finalizers = self
 
     async def republish(self, request):

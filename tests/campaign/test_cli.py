@@ -12,7 +12,7 @@ import pytest
 
 from workbench.campaign import machine
 from workbench.campaign.cli import main
-from workbench.campaign.doctor import logical_cpus, model, port, temporary_directory, torch_companions
+from workbench.campaign.doctor import browser, logical_cpus, model, port, temporary_directory, torch_companions
 from workbench.config import load_recipe
 
 HEAVY = ("torch", "ray", "vllm", "plotly", "pandas", "polars", "omegaconf", "openai", "transfer_queue")
@@ -161,6 +161,36 @@ def test_doctor_refuses_a_temporary_directory_too_long_for_sockets(tmp_path, mon
 def test_packages_in_a_path_with_a_space_are_refused_because_torch_cannot_link_there():
     assert machine.place("/opt/venv").good
     assert "move the checkout" in machine.place("/home/a person/.venv").cure
+
+
+def test_doctor_looks_at_everything_that_a_campaign_and_its_tests_need():
+    done = workbench("doctor", "cpu_smoke", "--quick")
+    looked = [line[4:].split("  ")[0].strip() for line in done.stdout.splitlines()]
+    for what in (
+        "python",
+        "memory",
+        "free memory",
+        "disk",
+        "compiler",
+        "packages",
+        "torch",
+        "vllm",
+        "fonts",
+        "browser",
+    ):
+        assert what in looked, done.stdout + done.stderr
+
+
+def test_free_memory_is_what_can_still_be_had(monkeypatch):
+    assert 0 < machine.free_memory_gib() <= machine.memory_gib()
+    monkeypatch.setattr(machine, "free_memory_gib", lambda: 1.5)
+    assert "stop what holds it" in machine.free_memory().cure
+
+
+def test_what_only_tests_need_is_no_reason_to_refuse(monkeypatch):
+    monkeypatch.setenv("WORKBENCH_CHROMIUM", "/nowhere")
+    lacking = browser()
+    assert not lacking.good and lacking.optional and "apt-get install chromium" in lacking.cure
 
 
 def test_a_missing_compiler_or_header_names_the_debian_package(monkeypatch):

@@ -64,7 +64,7 @@ class Desk:
         self.log = tmp_path / "log.jsonl"
         self.events: list[dict] = []
         self.pool = FinalizerPool(
-            lambda: Clerk.options(num_cpus=0.1).remote(str(self.log)),
+            lambda number: Clerk.options(num_cpus=0.1).remote(str(self.log)),
             size,
             timeout_s=timeout_s,
             replace_timeout_s=60.0,
@@ -136,7 +136,7 @@ async def test_a_group_that_could_not_be_published_is_reconciled_once_not_sent_a
 
 async def test_when_nobody_can_be_brought_up_the_wait_ends(ray_cluster, tmp_path):
     pool = FinalizerPool(
-        lambda: Clerk.options(num_cpus=1000).remote(str(tmp_path / "log")),  # no machine has room for it
+        lambda number: Clerk.options(num_cpus=1000).remote(str(tmp_path / "log")),  # no machine has room for it
         1,
         timeout_s=5.0,
         replace_timeout_s=1.0,

@@ -18,7 +18,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from workbench.actors import within
 from workbench.campaign.echo_rollouts import EchoPlayer
 from workbench.campaign.environments import make_environment
 from workbench.campaign.fleet import Fleet
@@ -179,8 +178,7 @@ class Campaign:
         timeout_s = self.recipe.token_capture.sink_timeout_s + self.recipe.deadlines.stop_s
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
-            status = await within(self.fleet.worker.status.remote(), timeout_s, "the policy worker", "ending its calls")
-            if not (status["running_generations"] or status.get("live_calls")):
+            if await self.fleet.policy.quiet(timeout_s):
                 break
             await asyncio.sleep(0.1)
         left = await self.state.sweeper.finish(timeout_s)

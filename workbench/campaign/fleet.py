@@ -1,7 +1,7 @@
 """Fleet: start every part of a campaign in order, and leave nothing running when it ends.
 
-    Ray → TransferQueue → policy worker ∥ trainer ∥ finalizers → probe → gateway
-                                       (no trainer where nothing is trained: serve)
+    Ray → placement → TransferQueue → policy workers ∥ trainer ∥ finalizers → probe → gateway
+                                                   (no trainer where nothing is trained: serve)
 
 Invariants: each start has a deadline and names the part that missed it; whatever was started is stopped, in reverse
 order and each within a deadline, also when a later part fails to start.
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import secrets
 import shutil
@@ -24,8 +23,12 @@ from typing import Any
 
 from workbench import dataplane
 from workbench.actors import as_coroutine, within
-from workbench.campaign import derived
+from workbench.campaign import derived, ray_cluster
 from workbench.campaign.doctor import before_a_run
+from workbench.campaign.node_check import LOOK_WITHIN_S, check_nodes
+from workbench.campaign.part_settings import trainer_config, worker_config
+from workbench.campaign.placement import FINALIZER, RANK, WORKER, Placement
+from workbench.campaign.policy import PolicyWorkers
 from workbench.campaign.proof import SyncProof, proof_ids, prove_weights
 from workbench.campaign.watch import Heartbeat
 from workbench.config import Recipe
@@ -39,8 +42,6 @@ from workbench.gateway.process import GatewayProcess
 from workbench.gateway.settings import CONTROL_TOKEN, WORKER_TOKEN
 from workbench.models import experts_of
 from workbench.models import resolve as resolve_model
-from workbench.places import make_ray_directory
-from workbench.serving.sampling import SamplingPins
 
 WORKER_CONCURRENCY = 64
 HURRIED_S = 2.0
@@ -53,8 +54,8 @@ FINALIZER_REQUESTS = 4
 class Fleet:
     """The running parts of one campaign. Use as `async with Fleet(recipe, run_dir) as fleet`.
 
-    After entry: `worker`, `trainer` (Ray actor handles), `finalizers` (their pool, or the echo finalizer),
-    `control` (gateway control client),
+    After entry: `policy` (its workers), `trainer` (a Ray actor handle), `finalizers` (their pool, or the echo
+    finalizer), `placement` (what stands where), `control` (gateway control client),
     `gateway_url`, `probe` (the start-up probe's report) and `timings_s` (seconds a part took to start).
     `report(kind, **fields)` is told what happens to parts while they run.
     Without `training` there is no trainer (`trainer` is None), and nothing that only a trainer needs is asked for.
@@ -70,14 +71,16 @@ class Fleet:
         training: bool = True,
     ) -> None:
         self.recipe = recipe
-        self.run_dir = run_dir
+        # Actors are told of it: on another node a relative path would mean another place.
+        self.run_dir = run_dir.resolve()
         self._training = training
         # Ray's handles have the methods of the class behind them, as coroutines under `.remote`; no type says so.
-        self.worker: Any = None
+        self.policy = PolicyWorkers([])
         self.trainer: Any = None
         self._report = report
         self.finalizers: FinalizerPool | EchoFinalizer
         self._data_plane_actors: dict[str, Any] = {}
+        self._further_ranks: dict[str, Any] = {}
         self.timings_s: dict[str, float] = {}
         self.probe: dict[str, Any] = {}
         self._proof_ids: list[list[int]] | None = None
@@ -114,6 +117,7 @@ class Fleet:
         os.environ.setdefault(WORKER_TOKEN, secrets.token_urlsafe(32))
 
         await self._phase("ray", self._start_ray())
+        await self._phase("placement", self._take_places())
         await self._phase("data plane", self._start_data_plane())
         actors = "policy worker and trainer" if self._training else "policy worker"
         await self._phase(actors, self._start_actors(model_path))
@@ -138,49 +142,37 @@ class Fleet:
     async def _start_ray(self) -> None:
         import ray
 
-        recipe, plane = self.recipe, self.recipe.data_plane
         if ray.is_initialized():
             raise SetupError("Ray is already running in this process. Next: ray.shutdown(), or start a new kernel.")
-        temp_dir = str(make_ray_directory())
-
-        def init() -> None:
-            logging.getLogger("ray").setLevel(logging.ERROR)
-            options: dict[str, Any] = {
-                "log_to_driver": False,
-                # Its start-up lines carry times and would stand in the notebook; what goes wrong is raised.
-                "configure_logging": False,
-                "include_dashboard": False,
-                "runtime_env": {
-                    "env_vars": {
-                        **dataplane.environment(plane.send_recv_timeout_s, plane.max_attempts),
-                        # Engine and trainer share this machine's processors: a thread that spins while it waits for
-                        # its team would take them from the other.
-                        "OMP_WAIT_POLICY": "PASSIVE",
-                    }
-                },
-            }
-            if recipe.ray.address == "local":
-                options |= {"address": "local", "num_cpus": recipe.ray.num_cpus, "_temp_dir": temp_dir}
-                options["_system_config"] = dict(dataplane.AS_URGENT_AS_WE_ARE)
-                options["runtime_env"]["py_executable"] = dataplane.interpreter()
-            else:
-                options |= {"address": recipe.ray.address}
-            try:
-                ray.init(**options)
-            except Exception as error:
-                # Its own processes get 30 s from Ray, whatever we would give them, and then a bare Exception.
-                said = " ".join(str(error).split()) or type(error).__name__
-                raise ComponentDied(f"Ray did not start: {said} Next: try when the machine is less busy.") from error
+        temp_dir: list[str | None] = []
 
         async def stop() -> None:
             await asyncio.to_thread(ray.shutdown)
-            shutil.rmtree(temp_dir, ignore_errors=True)
+            for directory in filter(None, temp_dir):
+                shutil.rmtree(directory, ignore_errors=True)
 
         self._stops.append(("ray", stop))
-        await within(asyncio.to_thread(init), 120.0, "Ray", "starting")
+        connecting = asyncio.to_thread(lambda: temp_dir.append(ray_cluster.connect(self.recipe)))
+        await within(connecting, 120.0, "Ray", "starting")
+
+    async def _take_places(self) -> None:
+        """Reserve room for every actor, and on a cluster look whether the nodes that have it can run them."""
+        recipe = self.recipe
+        self.placement = placement = Placement(recipe, training=self._training)
+
+        async def stop() -> None:
+            await asyncio.to_thread(placement.release)
+
+        self._stops.append(("placement", stop))
+        deadline_s = recipe.ray.placement_timeout_s + 30.0
+        await within(asyncio.to_thread(placement.reserve), deadline_s, "the Ray cluster", "making room")
+        if recipe.ray.address != "local":
+            looking = asyncio.to_thread(check_nodes, placement.nodes(), self.run_dir, self.model_path)
+            await within(looking, LOOK_WITHIN_S + 30.0, "the Ray cluster", "being looked at")
 
     async def _start_data_plane(self) -> None:
         plane = self.recipe.data_plane
+        units = derived.storage_units(self.recipe, len(ray_cluster.alive_nodes()))
 
         async def stop() -> None:
             await dataplane.drain_clears(self._patience_s)
@@ -190,7 +182,7 @@ class Fleet:
         await within(
             asyncio.to_thread(
                 dataplane.start,
-                storage_units=plane.storage_units,
+                storage_units=units,
                 send_recv_timeout_s=plane.send_recv_timeout_s,
                 max_attempts=plane.max_attempts,
                 start_timeout_s=_DATA_PLANE_STARTS_WITHIN_S,
@@ -199,29 +191,19 @@ class Fleet:
             "TransferQueue",
             "starting",
         )
-        self._data_plane_actors = await asyncio.to_thread(dataplane.actors, plane.storage_units)
+        self._data_plane_actors = await asyncio.to_thread(dataplane.actors, units)
 
     async def _start_actors(self, model_path: Path) -> None:
-        from workbench.serving.worker import PolicyWorker
-
-        worker_class: Any = PolicyWorker
         recipe = self.recipe
         deadline_s = recipe.engine.start_timeout_s
-        config = self._worker_config(model_path)
-        self.worker = worker_class.options(
-            num_cpus=1,
-            max_concurrency=WORKER_CONCURRENCY,
-            runtime_env={"env_vars": {WORKER_TOKEN: os.environ[WORKER_TOKEN]}},
-        ).remote(config)
-        self._stops.append(("policy worker", self._actor_stop(self.worker, graceful="stop")))
-        waits = [
-            # The worker ends its own wait at deadline_s, with a better reason than ours.
-            within(self.worker.start.remote(), deadline_s + 30.0, "the policy worker", "starting its engine")
-        ]
+        self.policy = PolicyWorkers([self._make_worker(model_path, number) for number in range(recipe.engine.workers)])
+        for name, actor in zip(self.policy.names, self.policy.actors, strict=True):
+            self._stops.append((name, self._actor_stop(actor, graceful="stop")))
+        waits: list[Awaitable[Any]] = [self.policy.start(deadline_s)]
         if self._training:
-            self.trainer = self._make_trainer(self._trainer_config(model_path))
+            self.trainer = self._make_trainer(trainer_config(self.recipe, model_path, self.run_dir))
             self._stops.append(("trainer", self._actor_stop(self.trainer)))
-            waits.append(within(self.trainer.ready.remote(), deadline_s, "the trainer", "loading the model"))
+            waits.append(self._trainer_ready(deadline_s))
         if recipe.token_capture.enabled:
             self.finalizers = finalizers = self._finalizer_pool(model_path)
             self._stops.append(("finalizers", lambda: finalizers.stop(self._patience_s)))
@@ -229,7 +211,23 @@ class Fleet:
         else:
             request_s = recipe.finalizer.timeout_s / FINALIZER_REQUESTS
             self.finalizers = EchoFinalizer(self.run_dir, bos_of(model_path), request_s)
-        self.worker_url, *_ = await asyncio.gather(*waits)
+        await asyncio.gather(*waits)
+
+    async def _trainer_ready(self, timeout_s: float) -> None:
+        await within(self.trainer.ready.remote(), timeout_s, "the trainer", "loading the model")
+        if self.recipe.train.ranks > 1:
+            others = await within(self.trainer.others.remote(), timeout_s, "the trainer", "naming its ranks")
+            self._further_ranks = {f"trainer rank {rank}": actor for rank, actor in enumerate(others, start=1)}
+
+    def _make_worker(self, model_path: Path, number: int) -> Any:
+        from workbench.serving.worker import PolicyWorker
+
+        worker_class: Any = PolicyWorker
+        return worker_class.options(
+            **self.placement.options(WORKER, number),
+            max_concurrency=WORKER_CONCURRENCY,
+            runtime_env={"env_vars": {WORKER_TOKEN: os.environ[WORKER_TOKEN]}},
+        ).remote(worker_config(self.recipe, model_path, number))
 
     def _finalizer_pool(self, model_path: Path) -> FinalizerPool:
         # Only where calls are captured: without capture nothing of that package is imported.
@@ -238,7 +236,7 @@ class Fleet:
         recipe = self.recipe
         replays = self._training and recipe.train.router_replay.mode != "none"
         return FinalizerPool(
-            lambda: FinalizerActor.options(num_cpus=1).remote(
+            lambda number: FinalizerActor.options(**self.placement.options(FINALIZER, number)).remote(
                 str(self.run_dir),
                 str(model_path),
                 deadline_s=recipe.finalizer.timeout_s / FINALIZER_REQUESTS,
@@ -250,32 +248,8 @@ class Fleet:
             report=self._report,
         )
 
-    def _worker_config(self, model_path: Path) -> dict[str, Any]:
-        recipe = self.recipe
-        return {
-            "model_path": str(model_path),
-            "dtype": recipe.model.dtype,
-            "max_model_len": recipe.model.max_model_len,
-            "tool_call_parser": recipe.model.tool_call_parser,
-            "reasoning_parser": recipe.model.reasoning_parser,
-            "max_num_seqs": recipe.engine.max_num_seqs,
-            "kv_cache_gib": recipe.engine.kv_cache_gib,
-            "threads": recipe.engine.threads,
-            "port": recipe.engine.port,
-            "sampling": SamplingPins.of(recipe.sampling, recipe.seed).model_dump(),
-            "sink_timeout_s": recipe.token_capture.sink_timeout_s,
-            "cache_bytes": recipe.token_capture.cache_bytes,
-            "capture_enabled": recipe.token_capture.enabled,
-            "capture_routes": recipe.token_capture.routes,
-            "seed": recipe.seed,
-            "engine": recipe.engine.kind,
-            "script_path": recipe.engine.script_path,
-            "start_timeout_s": recipe.engine.start_timeout_s,
-            "quiet_timeout_s": recipe.train.sync_timeout_s,
-        }
-
     async def _run_probe(self) -> None:
-        self.probe = await within(self.worker.probe.remote(), 120.0, "the policy worker", "the start-up probe")
+        self.probe = await self.policy.probe()
 
     async def _run_echo_probe(self) -> None:
         self.probe = await within(probe_echo(self.gateway_url, "policy"), 120.0, "the gateway", "the start-up probe")
@@ -287,7 +261,7 @@ class Fleet:
                 GatewayProcess.start,
                 {
                     "ledger_dir": str(self.run_dir / "ledger"),
-                    "worker_url": self.worker_url,
+                    "worker_url": self.policy.urls,
                     **recipe.gateway.model_dump(),
                     "model": "policy",
                     "sampling": recipe.sampling.model_dump(),
@@ -315,7 +289,7 @@ class Fleet:
             # In a thread: reading a tokenizer takes long enough for every rollout to notice.
             self._proof_ids = await asyncio.to_thread(proof_ids, self.model_path)
         return await prove_weights(
-            self.worker,
+            self.policy,
             self.trainer,
             self._proof_ids,
             version=version,
@@ -330,46 +304,24 @@ class Fleet:
         """
         beats: dict[str, Heartbeat] = {
             "the gateway": self._gateway_beat,
-            "the policy worker": lambda: self.worker.check_alive.remote(),
+            **self.policy.heartbeats(),
         }
         actors = self._data_plane_actors | ({"the trainer": self.trainer} if self.trainer is not None else {})
+        actors |= self._further_ranks
         return beats | {name: partial(_ask_ready, actor) for name, actor in actors.items()}
 
     async def _gateway_beat(self) -> None:
         self.gateway.check()
 
-    def _trainer_config(self, model_path: Path) -> dict[str, Any]:
-        recipe = self.recipe
-        train = recipe.train.model_dump(
-            include={
-                "learning_rate", "weight_decay", "max_grad_norm", "micro_batch_tokens", "threads", "dtype",
-                "advantage", "clip_low", "clip_high",
-            }
-        )  # fmt: skip
-        loss, off_policy = recipe.train.loss, recipe.train.off_policy
-        return train | {
-            **loss.model_dump(),
-            "constant_tokens": derived.constant_tokens(recipe),
-            "kl_coef": recipe.train.kl.coefficient,
-            "kl_estimator": recipe.train.kl.estimator,
-            "off_policy": off_policy.policy,
-            "router_replay": recipe.train.router_replay.mode,
-            "max_lag": derived.max_lag(recipe),
-            "model_path": str(model_path),
-            "run_dir": str(self.run_dir),
-            "publish_dtype": recipe.model.dtype,
-            "temperature": recipe.sampling.temperature,
-            "seed": recipe.seed,
-        }
-
     def _make_trainer(self, config: dict[str, Any]) -> Any:
-        if self.recipe.train.ranks > 1:
+        places = [self.placement.options(RANK, number) for number in range(self.recipe.train.ranks)]
+        if len(places) > 1:
             from workbench.train.ranks import TrainerRanksActor
 
-            return TrainerRanksActor.options(num_cpus=1).remote(config, self.recipe.train.ranks)
+            return TrainerRanksActor.options(**places[0]).remote(config, len(places), places[1:])
         from workbench.train.trainer import TrainerActor
 
-        return TrainerActor.options(num_cpus=1).remote(config)
+        return TrainerActor.options(**places[0]).remote(config)
 
     def _actor_stop(self, actor: Any, graceful: str | None = None) -> Callable[[], Awaitable[None]]:
         async def stop() -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 GIB = 2**30
 MEMORY_GIB = 8.0
 """Engine 2.6 to 3.9, trainer 4.1, Ray and TransferQueue 1: less than this swaps or is killed."""
+FREE_MEMORY_GIB = 4.0
+"""Of a campaign with a model of two layers; SmolLM2-135M takes the whole of `MEMORY_GIB`."""
 INSTALL_GIB = 7.0
 """4.5 installed, 1.4 in downloads, the model 0.3; the rest is room for runs."""
 RUN_GIB = 2.0
@@ -25,11 +27,12 @@ RUN_GIB = 2.0
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. `cure` is empty where nothing is wrong."""
+    """One thing looked at. `cure` is empty where nothing is wrong; `optional` is what no campaign needs."""
 
     what: str
     found: str
     cure: str = ""
+    optional: bool = False
 
     @property
     def good(self) -> bool:
@@ -74,6 +77,32 @@ def memory() -> Finding:
             f"needs {MEMORY_GIB:.0f} GB: engine and trainer hold a model each; use a larger machine or raise the limit",
         )
     return Finding("memory", f"{total:.1f} GiB")
+
+
+def free_memory() -> Finding:
+    """What others have left of it."""
+    free = free_memory_gib()
+    found = f"{free:.1f} GiB"
+    if free < FREE_MEMORY_GIB:
+        cure = f"a campaign takes {FREE_MEMORY_GIB:.0f} to {MEMORY_GIB:.0f}; stop what holds it: ps aux --sort=-rss"
+        return Finding("free memory", found, cure)
+    return Finding("free memory", found)
+
+
+def free_memory_gib() -> float:
+    """Memory that can still be had: the machine's, or the container's where that is less."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024 / GIB
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text().strip()
+        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return free
+    if limit.isdigit():
+        # Cached files count as used there and are given up when memory is asked for.
+        free = min(free, (int(limit) - int(used) + int(cached.get("inactive_file", 0))) / GIB)
+    return free
 
 
 def disk(where: Path, needed_gib: float) -> Finding:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from workbench.actors import within
+from workbench.campaign.policy import PolicyWorkers
 from workbench.errors import WeightSyncError
 
 # Ordinary prose, digits and code: random ids would have log-probs near the floor, where bf16 noise hides a stale layer.
@@ -41,7 +42,12 @@ class SyncProof:
 
 
 def compare(
-    sampler: list[list[float]], trainer: list[list[float]], *, version: int, max_mean_abs_delta: float
+    sampler: list[list[float]],
+    trainer: list[list[float]],
+    *,
+    version: int,
+    max_mean_abs_delta: float,
+    who: str = "the policy worker",
 ) -> SyncProof:
     """Compare log-probs (natural log) of the proof prompt, one per token after the first; raises WeightSyncError."""
     ours, theirs = np.concatenate([np.asarray(x) for x in sampler]), np.concatenate([np.asarray(x) for x in trainer])
@@ -55,7 +61,7 @@ def compare(
     # `not <=` so that a NaN on either side fails too.
     if not proof.mean_abs_delta <= max_mean_abs_delta:
         raise WeightSyncError(
-            f"weight version {version}: sampler and trainer disagree on the proof prompt, mean |delta| "
+            f"weight version {version}: sampler ({who}) and trainer disagree on the proof prompt, mean |delta| "
             f"{proof.mean_abs_delta:.4f} (allowed proof.max_mean_abs_delta={max_mean_abs_delta:g}), max "
             f"{proof.max_abs_delta:.4f}. The engine runs other weights than the trainer: see capture/weights.py on "
             "packed tied embeddings."
@@ -64,9 +70,19 @@ def compare(
 
 
 async def prove_weights(
-    worker: Any, trainer: Any, ids: list[list[int]], *, version: int, timeout_s: float, max_mean_abs_delta: float
+    policy: PolicyWorkers,
+    trainer: Any,
+    ids: list[list[int]],
+    *,
+    version: int,
+    timeout_s: float,
+    max_mean_abs_delta: float,
 ) -> SyncProof:
-    """Score the proof prompt on both sides (Ray actor handles) and compare."""
-    sampler = await within(worker.score.remote(ids), timeout_s, "the policy worker", f"the proof of version {version}")
+    """Score the proof prompt on both sides and compare; of several workers each, and the furthest off is returned."""
+    samplers = await policy.scores(ids, version, timeout_s)
     scored = await within(trainer.score.remote(ids), timeout_s, "the trainer", f"the proof of version {version}")
-    return compare(sampler, scored, version=version, max_mean_abs_delta=max_mean_abs_delta)
+    proofs = [
+        compare(sampler, scored, version=version, max_mean_abs_delta=max_mean_abs_delta, who=who)
+        for who, sampler in zip(policy.names, samplers, strict=True)
+    ]
+    return max(proofs, key=lambda proof: proof.mean_abs_delta)

@@ -30,7 +30,8 @@ from workbench.recipe_schema import Recipe
 # What may change in the middle of a run: how far it goes, how long things may take, what the machine offers.
 _MAY_CHANGE = {
     "train.steps", "train.threads", "train.micro_batch_tokens", "train.buffer_groups", "engine.threads",
-    "engine.kv_cache_gib", "engine.port", "gateway.host", "gateway.port", "rollouts.max_inflight_groups",
+    "train.ranks", "train.ranks_per_node", "engine.kv_cache_gib", "engine.port", "engine.workers",
+    "engine.tensor_parallel", "engine.enforce_eager", "gateway.host", "gateway.port", "rollouts.max_inflight_groups",
     "rollouts.max_inflight_rollouts", "finalizer.actors", "reports.dir",
 }  # fmt: skip
 _SECTIONS_MAY_CHANGE = ("checkpoint.", "deadlines.", "data_plane.", "ray.")

@@ -22,7 +22,6 @@ from typing import Any
 import yaml
 
 from workbench import dataplane, runs
-from workbench.actors import within
 from workbench.campaign import desk_socket
 from workbench.campaign.call_lines import CallLines, Facts
 from workbench.campaign.desk import ReceiptDesk
@@ -183,12 +182,11 @@ class _Session:
         while True:
             await asyncio.sleep(CHECK_EVERY_S)
             fleet.gateway.check()
-            await within(fleet.worker.check_alive.remote(), CHECK_TIMEOUT_S, "the policy worker", "answering")
+            await fleet.policy.check_alive(CHECK_TIMEOUT_S)
 
     def _facts_from(self, fleet: Fleet) -> Callable[[Sequence[str]], Any]:
         async def facts(call_ids: Sequence[str]) -> Facts:
-            asked = fleet.worker.facts.remote(list(call_ids))
-            return await within(asked, CHECK_TIMEOUT_S, "the policy worker", "telling how calls ended")
+            return await fleet.policy.facts(call_ids, CHECK_TIMEOUT_S)
 
         return facts
 

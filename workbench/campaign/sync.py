@@ -1,9 +1,9 @@
-"""Sync: the weights that a step made reach the worker, are proved there, and only then is anything sampled from them.
+"""Sync: the weights that a step made reach the workers, are proved there, and only then is anything sampled from them.
 
-    trainer publishes ─► worker holds calls and loads ─► proof on a fixed prompt ─► worker resumes ─► version := step
+    trainer publishes ─► workers hold calls and load ─► proof on a fixed prompt ─► workers resume ─► version := step
 
-Invariant: `version` is the last one that the worker has confirmed and the proof has passed; whoever waits for a version
-starts after that. Not here: how an engine loads weights (capture.weights), what the proof compares (proof).
+Invariant: `version` is the last one that every worker has confirmed and the proof has passed; whoever waits for a
+version starts after that. Not here: how an engine loads weights (capture.weights), what the proof compares (proof).
 """
 
 from __future__ import annotations
@@ -45,17 +45,11 @@ class Weights:
         began = time.monotonic()
         path = await within(fleet.trainer.publish.remote(step), timeout_s, "the trainer", f"publishing step {step}")
         published = time.monotonic()
-        timings = await within(
-            fleet.worker.update_weights.remote(
-                path, step, hold=True, straddle=self._recipe.train.live_calls == "straddle"
-            ),
-            timeout_s,
-            "the policy worker",
-            f"loading step {step}",
-        )
+        straddle = self._recipe.train.live_calls == "straddle"
+        timings = await fleet.policy.load(path, step, timeout_s, straddle=straddle)
         loaded = time.monotonic()
         proof = await fleet.prove(step)
-        await within(fleet.worker.resume.remote(), timeout_s, "the policy worker", f"resuming at step {step}")
+        await fleet.policy.resume(step, timeout_s)
         async with self._changed:
             self.version = step
             self._changed.notify_all()

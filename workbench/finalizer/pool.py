@@ -40,14 +40,14 @@ class _Member:
 
 
 class FinalizerPool:
-    """`size` finalizer actors, each made by `start()`.
+    """`size` finalizer actors, each made by `start(number)`: a place in the pool keeps its number when it is replaced.
 
     `timeout_s` bounds one group at one member, `replace_timeout_s` the time until a lost one is replaced. `report` is
     told `finalizer_lost`, `finalizer_replaced`, `finalizer_not_replaced` and `group_reconciled`.
     """
 
     def __init__(
-        self, start: Callable[[], Any], size: int, *, timeout_s: float, replace_timeout_s: float, report: Report
+        self, start: Callable[[int], Any], size: int, *, timeout_s: float, replace_timeout_s: float, report: Report
     ) -> None:
         self._start_actor = start
         self._timeout_s = timeout_s
@@ -168,7 +168,7 @@ class FinalizerPool:
             self._report("finalizer_replaced", finalizer=member.number, seconds=seconds)
 
     async def _bring_up(self, member: _Member, timeout_s: float) -> None:
-        actor = member.actor = self._start_actor()
+        actor = member.actor = self._start_actor(member.number)
         try:
             await within(actor.ready.remote(timeout_s), timeout_s, f"finalizer {member.number}", "starting")
         except Exception:

@@ -160,14 +160,14 @@ class Gateway:
         rollout_id = check_rollout_id(request.path_params["rollout_id"])
         path = request.path_params["path"]
         if path in SAMPLES_NOTHING:
-            return await self._pass("POST", path, await read_body(request, self.settings), "")
+            return await self._pass("POST", path, await read_body(request, self.settings), rollout_id=rollout_id)
         dialect = DIALECTS.get(path)
         if dialect is None:
             known = ", ".join(DIALECTS)
             raise Refused(404, f"No captured route {path}; there are: {known}.", "unknown_route")
         raw = await read_body(request, self.settings)
         if not self.settings.capture_enabled:
-            return await self._pass("POST", dialect.path, raw, "")
+            return await self._pass("POST", dialect.path, raw, rollout_id=rollout_id)
         body = _json_object(raw)
         if len(request.headers.getlist(COMPACTION_HEADER)) > 1:
             raise Refused(400, f"Header {COMPACTION_HEADER} came more than once; expected one.", "key_ambiguous")
@@ -227,8 +227,8 @@ class Gateway:
         return task
 
     async def _tagged_models(self, request: Request) -> Response:
-        check_rollout_id(request.path_params["rollout_id"])
-        return await self._pass("GET", "/v1/models", None, request.url.query)
+        rollout_id = check_rollout_id(request.path_params["rollout_id"])
+        return await self._pass("GET", "/v1/models", None, request.url.query, rollout_id=rollout_id)
 
     async def _untagged(self, request: Request) -> Response:
         if not _UNTAGGED_PATH.fullmatch(request.path_params["path"]):
@@ -238,8 +238,10 @@ class Gateway:
         raw = await read_body(request, self.settings) if request.method == "POST" else None
         return await self._pass(request.method, f"/v1/{request.path_params['path']}", raw, request.url.query)
 
-    async def _pass(self, method: str, path: str, body: bytes | None, query: str) -> Response:
-        answer = await self.upstream.send(method, path, body, query=query)
+    async def _pass(
+        self, method: str, path: str, body: bytes | None, query: str = "", *, rollout_id: str | None = None
+    ) -> Response:
+        answer = await self.upstream.send(method, path, body, rollout_id=rollout_id, query=query)
         return StreamingResponse(
             answer.aiter_raw(),
             answer.status_code,

@@ -135,7 +135,7 @@ class Custodian:
             await self.off_loop(self._note, call, response_items)
             return
         began = time.monotonic()
-        answer = await self._upstream.acknowledgement(call.model_call_id, self._coords_timeout_s)
+        answer = await self._upstream.acknowledgement(call.rollout_id, call.model_call_id, self._coords_timeout_s)
         if answer.staged_s is not None:
             self._metrics.staging_s.observe(answer.staged_s)
         await self.off_loop(self._write, call, served, response_items, answer)

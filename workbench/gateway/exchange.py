@@ -124,7 +124,11 @@ class Exchange:
 
     async def _forward(self) -> None:
         answer = await self.upstream.send(
-            "POST", self.call.dialect.path, self.body, admission=self.call.admitted.admission
+            "POST",
+            self.call.dialect.path,
+            self.body,
+            rollout_id=self.call.rollout_id,
+            admission=self.call.admitted.admission,
         )
         try:
             if answer.status_code != 200:

@@ -6,6 +6,8 @@ Secrets are not among them: `WORKBENCH_CONTROL_TOKEN` (who may freeze and read m
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import BaseModel, ConfigDict, Field
 
 CONTROL_TOKEN = "WORKBENCH_CONTROL_TOKEN"
@@ -35,8 +37,9 @@ class GatewaySettings(BaseModel):
 
     ledger_dir: str
     """Directory of the custody ledger; several gateways may share it."""
-    worker_url: str
-    """Base address of the policy worker, without `/v1`."""
+    worker_url: str | Annotated[list[str], Field(min_length=1)]
+    """Base address of the policy worker, without `/v1`; of several workers a list. All calls of a rollout go to one of
+    them (`upstream`)."""
     host: str = "127.0.0.1"
     port: int = Field(0, ge=0, le=65535)
     """0: any free port."""

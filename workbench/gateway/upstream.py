@@ -1,14 +1,20 @@
-"""Upstream: the one policy worker behind a gateway, over HTTP.
+"""Upstream: the policy workers behind a gateway, over HTTP.
 
-    send      a request as the worker expects it: its bearer token, and for captured calls the admission
-    coords    the token-free acknowledgement of one call, waited for with a deadline
+    send             a request as a worker expects it: its bearer token, and for captured calls the admission
+    acknowledgement  the token-free coordinates of one call, waited for with a deadline
 
+Invariant: all calls of a rollout go to one worker, at every gateway process, because only that one still has the
+rollout's cumulative ids in memory. The worker follows from the rollout's id and the list of workers alone, so nothing
+has to be remembered or agreed on; a rollout whose worker is gone gets no answer from another, its calls fail.
 No header of an agent is forwarded. Not here: what the answers mean for custody (exchange).
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,10 +39,11 @@ class Acknowledgement:
 
 
 class Upstream:
-    """HTTP client of the worker. One a process; `close` it."""
+    """HTTP client of the workers. One a process; `close` it."""
 
-    def __init__(self, url: str, token: str | None, *, connect_timeout_s: float = 5.0) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, urls: str | Sequence[str], token: str | None, *, connect_timeout_s: float = 5.0) -> None:
+        self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
+        self._in_turn = itertools.cycle(self.urls)
         self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
         if token:
             self._headers["authorization"] = f"Bearer {token}"
@@ -50,28 +57,37 @@ class Upstream:
     async def close(self) -> None:
         await self._client.aclose()
 
+    def worker_of(self, rollout_id: str) -> str:
+        """Address of the worker that has all calls of this rollout."""
+        digest = hashlib.blake2b(rollout_id.encode(), digest_size=8).digest()
+        return self.urls[int.from_bytes(digest, "big") % len(self.urls)]
+
     async def send(
         self,
         method: str,
         path: str,
         body: bytes | None = None,
         *,
+        rollout_id: str | None = None,
         admission: CaptureAdmission | None = None,
         query: str = "",
     ) -> httpx.Response:
-        """Start a request; the answer's body is still to be read, and the answer to be closed."""
+        """Start a request; the answer's body is still to be read, and the answer to be closed. Without a rollout it
+        goes to the workers in turn."""
         headers = dict(self._headers)
         if admission is not None:
             headers[ADMISSION_HEADER] = admission.to_header()
             headers[ROLLOUT_HEADER] = admission.rollout_id
             # The engine's request and the served object carry our call id, never an id that an agent chose.
             headers["x-request-id"] = admission.model_call_id
-        url = self.url + path + (f"?{query}" if query else "")
+        worker = next(self._in_turn) if rollout_id is None else self.worker_of(rollout_id)
+        url = worker + path + (f"?{query}" if query else "")
         request = self._client.build_request(method, url, headers=headers, content=body)
         return await self._client.send(request, stream=True)
 
-    async def acknowledgement(self, model_call_id: str, timeout_s: float) -> Acknowledgement:
-        """Ask for the coordinates of a call until the worker answers or the deadline is over. Never raises."""
+    async def acknowledgement(self, rollout_id: str, model_call_id: str, timeout_s: float) -> Acknowledgement:
+        """Ask for the coordinates of a call until its worker answers or the deadline is over. Never raises."""
+        worker = self.worker_of(rollout_id)
         why = "no answer"
         pause_s = 0.05
         try:
@@ -79,7 +95,7 @@ class Upstream:
                 while True:
                     try:
                         answer = await self._client.get(
-                            f"{self.url}/workbench/capture/{model_call_id}", headers=self._headers
+                            f"{worker}/workbench/capture/{model_call_id}", headers=self._headers
                         )
                         if answer.status_code == 200:
                             payload = orjson.loads(answer.content)

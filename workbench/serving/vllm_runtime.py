@@ -26,14 +26,9 @@ if TYPE_CHECKING:
 ENGINE_SIDE = "workbench.serving.weights.EngineSide"
 
 
-def parse_serving_arguments(config: WorkerConfig) -> Any:
-    """The namespace that vLLM's serving code expects, as `vllm serve` would have made it."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from workbench.serving import tools_as_text
-
-    arguments = {
+def serving_arguments(config: WorkerConfig) -> dict[str, Any]:
+    """The arguments of `vllm serve` that the worker's settings decide, by their names there. Needs no vLLM."""
+    arguments: dict[str, Any] = {
         "model": config.model_path,
         "served-model-name": config.served_model_name,
         "dtype": config.dtype,
@@ -45,7 +40,22 @@ def parse_serving_arguments(config: WorkerConfig) -> Any:
         # Without it the model folder's generation_config.json would change the sampling behind the recipe's back.
         "generation-config": "vllm",
         "worker-extension-cls": ENGINE_SIDE,
+        "tensor-parallel-size": config.tensor_parallel,
     }
+    if config.tensor_parallel > 1:
+        # Processes of this node: in a placement group of Ray's it would otherwise ask Ray for actors of its own.
+        arguments["distributed-executor-backend"] = "mp"
+    return arguments
+
+
+def parse_serving_arguments(config: WorkerConfig) -> Any:
+    """The namespace that vLLM's serving code expects, as `vllm serve` would have made it."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from workbench.serving import tools_as_text
+
+    arguments = serving_arguments(config)
     line = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
     line += ["--enforce-eager"] if config.enforce_eager else []
     line += ["--enable-return-routed-experts"] if config.capture_routes and not records_routes_here() else []

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from workbench import dataplane
 from workbench.errors import CaptureError, ComponentDied, DeadlineExceeded, SetupError, WeightSyncError
-from workbench.serving.door import WORKER_TOKEN_ENV, Door
+from workbench.serving.door import OF_ITS_NODE, WORKER_TOKEN_ENV, Door
 from workbench.serving.gate import GatedEngine, GenerationGate
 from workbench.serving.sampling import SamplingPins
 
@@ -52,6 +52,7 @@ class WorkerConfig(BaseModel):
     threads: int = Field(default=0, ge=0)
     """OpenMP threads of the engine; 0 means all processors that this process may use."""
     host: str = "127.0.0.1"
+    """Address to listen on; `node` is the one that its node of the Ray cluster has for the others."""
     port: int = Field(default=0, ge=0, le=65535)
     """0 lets the operating system choose."""
     tool_call_parser: str | None = None
@@ -71,6 +72,8 @@ class WorkerConfig(BaseModel):
     engine: Literal["vllm", "scripted"] = "vllm"
     script_path: str | None = None
     """Script of the scripted engine: a JSONL path or `module:function`."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Processes that the weights are split over."""
     start_timeout_s: float = Field(default=240.0, gt=0.0)
     quiet_timeout_s: float = Field(default=120.0, gt=0.0)
     """How long a weight update waits for running calls to end."""
@@ -188,7 +191,8 @@ class PolicyServer:
         inner = app if self.capture is None else self.capture.wrap_app(app)
         door = Door(inner, token=self._token, status=self.status, takes_tagged=self.capture is not None)
         listener = _listen(config.host, config.port)
-        self.url = f"http://{config.host}:{listener.getsockname()[1]}"
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        self.url = f"http://{host}:{listener.getsockname()[1]}"
         settings = uvicorn.Config(
             door, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=120, log_config=None
         )
@@ -355,6 +359,8 @@ class PolicyWorker:
 
     def __init__(self, config: dict[str, Any]) -> None:
         settings = WorkerConfig.model_validate(config)
+        if settings.host == OF_ITS_NODE:
+            settings = settings.model_copy(update={"host": ray.util.get_node_ip_address()})
         if not settings.capture_enabled:
             self._server = PolicyServer(settings)
             return

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -46,6 +46,12 @@ class MicroBatch:
     temperatures: torch.Tensor  # (B, T) float32, what each token's logits are divided by
     routes: torch.Tensor | None = None  # (B, T, L, K) int32, -1 where unknown or padded; None: no row has any
 
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same with its tensors on `device`."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in values.items()}
+        return MicroBatch(**moved)
+
     @property
     def padding(self) -> int:
         """Padded tokens that are run for nothing."""
@@ -57,11 +63,13 @@ def micro_batches(
     max_tokens: int,
     loss_masks: Sequence[np.ndarray] | None = None,
     temperature: float = 1.0,
+    device: torch.device | None = None,
 ) -> list[MicroBatch]:
     """Rows that have a sampled token, longest first, in micro-batches of at most `max_tokens` padded tokens.
 
     A row longer than `max_tokens` gets a micro-batch of its own. What comes after a row's last sampled token is cut.
     `loss_masks`: (T,) a row; None: every sampled token of a row that votes. `temperature`: for rows that do not say.
+    `device`: where the tensors are put; None: the CPU.
     """
     masks = [row.loss_mask for row in rows] if loss_masks is None else loss_masks
     lengths = {place: int(row.loss_mask.nonzero()[0][-1]) + 1 for place, row in enumerate(rows) if row.loss_mask.any()}
@@ -69,7 +77,8 @@ def micro_batches(
     out: list[MicroBatch] = []
     while queue:
         size = max(1, max_tokens // lengths[queue[0]])
-        out.append(_pad(rows, masks, queue[:size], [lengths[place] for place in queue[:size]], temperature))
+        batch = _pad(rows, masks, queue[:size], [lengths[place] for place in queue[:size]], temperature)
+        out.append(batch if device is None else batch.to(device))
         queue = queue[size:]
     return out
 
@@ -117,7 +126,9 @@ def token_logprobs(
     hidden_K, target_K = hidden[:, :-1][needed], ids[:, 1:][needed]  # (K, D), (K,)
     weight = model.get_output_embeddings().weight.float()  # (V, D)
 
-    divisors_K = torch.as_tensor(temperature, dtype=torch.float32).expand(ids.shape)[:, 1:][needed]  # (K,)
+    divisors_K = torch.as_tensor(temperature, dtype=torch.float32, device=ids.device).expand(ids.shape)[:, 1:][
+        needed
+    ]  # (K,)
 
     def head(states: torch.Tensor, targets: torch.Tensor, divisors: torch.Tensor) -> torch.Tensor:
         logits = states.float() @ weight.t() / divisors.unsqueeze(-1)  # (K, V)
@@ -128,7 +139,7 @@ def token_logprobs(
         values_K = torch.cat([checkpoint(head, *part, use_reentrant=False) for part in parts])
     else:
         values_K = torch.cat([head(*part) for part in parts]) if parts else hidden_K.new_zeros(0).float()
-    out = torch.zeros(mask.shape)
+    out = torch.zeros(mask.shape, device=mask.device)
     return out.masked_scatter(mask & _not_first(mask), values_K)  # row-major on both sides, so in the same order
 
 
@@ -179,12 +190,14 @@ def _not_first(mask: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def score(
-    logprobs_of: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor], token_ids: Sequence[Sequence[int]]
+    logprobs_of: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor],
+    token_ids: Sequence[Sequence[int]],
+    device: torch.device | None = None,
 ) -> list[list[float]]:
     """Log-prob of every token after the first, at temperature 1, one list a row. `logprobs_of` is `token_logprobs` of
-    a model: (ids, mask, temperature) to log-probs."""
+    a model on `device` (None: the CPU): (ids, mask, temperature) to log-probs."""
     out = []
     for row in token_ids:
-        ids = torch.tensor([list(row)], dtype=torch.int64)
+        ids = torch.tensor([list(row)], dtype=torch.int64, device=device)
         out.append(logprobs_of(ids, torch.ones_like(ids, dtype=torch.bool), 1.0)[0, 1:].tolist())
     return out

@@ -8,8 +8,9 @@ must run equally many passes, because every pass gathers weights: where shares a
 micro-batch again with nothing in its loss. Routes of a mixture of experts are read by rank 0 and broadcast. Weights,
 and for a checkpoint the optimiser's state, are gathered whole and written by rank 0.
 Invariant: R ranks give one rank's update up to the order of its sums. gloo on a CPU, NCCL on a GPU.
-Limits: a rank keeps gathered weights until its backward pass is over; for publishing and for a checkpoint every rank
-holds them whole for a moment; the KL reference is held whole by every rank.
+Limits: a rank keeps gathered weights until its backward pass is over; for publishing and for a checkpoint rank 0 holds
+them whole in host memory; every rank reads the whole model into host memory at its start; the KL reference is held
+whole by every rank.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class RankTrainer(Trainer):
     ) -> None:
         """`rendezvous`: `tcp://host:port` that rank 0 listens on; `config` and `source` as of `Trainer`."""
         self.rank, self.ranks = rank, ranks
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = "nccl" if config.get("device") == "gpu" else "gloo"
         timeout = datetime.timedelta(seconds=EXCHANGE_TIMEOUT_S)
         dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=ranks, timeout=timeout)
         threads = config.get("threads") or len(os.sched_getaffinity(0))
@@ -58,7 +59,7 @@ class RankTrainer(Trainer):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        mesh = init_device_mesh("cuda" if torch.cuda.is_available() else "cpu", (self.ranks,))
+        mesh = init_device_mesh(self.device.type, (self.ranks,))
         policy = MixedPrecisionPolicy()
         if self.config.dtype == "bfloat16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -132,7 +133,11 @@ class RankTrainer(Trainer):
         return self.rank == 0
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if not isinstance(tensor, DTensor):
+            return tensor
+        whole = tensor.full_tensor()
+        # Only rank 0 writes it, and from host memory: no GPU ever holds more than one whole tensor of these.
+        return whole.cpu() if self.rank == 0 else whole.new_empty(0)
 
     def _share(self, whole: torch.Tensor, held: torch.Tensor | None) -> torch.Tensor:
         # The optimiser's step count is a number beside the weight, and whole on every rank.
@@ -149,15 +154,24 @@ class RankTrainer(Trainer):
 class TrainerRanks:
     """The trainer that a campaign talks to: rank 0 itself, with the other ranks as actors of its own."""
 
-    def __init__(self, config: dict[str, Any], ranks: int) -> None:
+    def __init__(self, config: dict[str, Any], ranks: int, places: Sequence[dict[str, Any]] | None = None) -> None:
+        """`places`: Ray's options for the actor of each further rank; None: a logical CPU anywhere."""
         rendezvous = f"tcp://{ray.util.get_node_ip_address()}:{_free_port()}"
         other: Any = ray.remote(RankTrainer)
-        self._others = [other.options(num_cpus=1).remote(config, rank, ranks, rendezvous) for rank in range(1, ranks)]
+        options = places or [{"num_cpus": 1}] * (ranks - 1)
+        self._others = [
+            other.options(**place).remote(config, rank, ranks, rendezvous)
+            for rank, place in enumerate(options, start=1)
+        ]
         self._own = RankTrainer(config, 0, ranks, rendezvous)
 
     def ready(self) -> dict[str, Any]:
         """As `Trainer.ready`, once every rank has loaded the model."""
         return self._all("ready") | {"ranks": len(self._others) + 1}
+
+    def others(self) -> list[Any]:
+        """Handles of the further ranks: who waits for rank 0 can ask them whether they are alive."""
+        return self._others
 
     def train_step(self, step: int, train_keys: Sequence[str]) -> dict[str, Any]:
         """As `Trainer.train_step`."""

@@ -36,6 +36,8 @@ class TrainerConfig:
     micro_batch_tokens: int = 1024
     """Padded tokens in one forward pass; bounds memory. A longer row runs alone, its layers recomputed in the backward
     pass."""
+    device: str = "cpu"
+    """What the passes run on: cpu, or gpu, the first one that this process sees."""
     threads: int = 0
     """Torch threads; 0 means all processors this process may use. Ray would otherwise leave one."""
     dtype: str = "float32"
@@ -82,6 +84,7 @@ class TrainerConfig:
         config = cls(**values)
         choices = {
             "dtype": tuple(DTYPES),
+            "device": ("cpu", "gpu"),
             "publish_dtype": tuple(DTYPES),
             "reduction": typing.get_args(Reduction),
             "kl_estimator": typing.get_args(KlEstimator),

@@ -57,6 +57,12 @@ class Trainer:
         from transformers import AutoModelForCausalLM
 
         self.config = TrainerConfig.of(config)
+        self.device = torch.device("cuda" if self.config.device == "gpu" else "cpu")
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise TrainerError(
+                f"The trainer is to run on a GPU and torch {torch.__version__} sees none. Next: workbench doctor, "
+                "or set ray.device=cpu."
+            )
         torch.set_num_threads(self.config.threads or len(os.sched_getaffinity(0)))
         torch.manual_seed(self.config.seed)
         self.run_dir = Path(self.config.run_dir)
@@ -71,7 +77,7 @@ class Trainer:
         self._reference = None
         if self.config.kl_coef:
             self._reference = AutoModelForCausalLM.from_pretrained(self.model_path, dtype=DTYPES[self.config.dtype])
-            self._reference.eval().requires_grad_(False)
+            self._reference.eval().requires_grad_(False).to(self.device)
         self._loss_scale = 1.0
         self._weights: Sequence[torch.Tensor] = self._hold()
         self._optimizer = torch.optim.AdamW(
@@ -83,6 +89,7 @@ class Trainer:
 
     def _hold(self) -> list[torch.Tensor]:
         """The float32 weights that are updated, in the order of the model's parameters."""
+        torch.nn.Module.to(self.model, self.device)
         return self._split_precision() if self.config.dtype == "bfloat16" else list(self.model.parameters())
 
     def _split_precision(self) -> list[torch.Tensor]:
@@ -188,7 +195,7 @@ class Trainer:
         Rows that disagree by more than `max_mult_prob_error` leave the loss here, and the ballot says so.
         """
         config = self.config
-        batches = micro_batches(rows, config.micro_batch_tokens, ballot.masks, config.temperature)
+        batches = micro_batches(rows, config.micro_batch_tokens, ballot.masks, config.temperature, self.device)
         planned = self._count(ballot)
         trainer_NT = [np.zeros(len(row.token_ids), dtype=np.float32) for row in rows]
         self._agreement_NT: list[np.ndarray | None] = [None] * len(rows)
@@ -239,7 +246,7 @@ class Trainer:
         with recomputed_layers(self.model, batch.ids.numel() > config.micro_batch_tokens):
             logprobs = self._token_logprobs(batch.ids, batch.scored, batch.temperatures)
         self._note_agreement(batch)
-        own = logprobs.detach().numpy()
+        own = logprobs.detach().cpu().numpy()
         for place, length, values_T in zip(batch.positions, batch.lengths, own, strict=True):
             trainer_NT[place][:length] = values_T[:length]
         self._leave_out_disagreeing(batch, ballot, own)
@@ -247,8 +254,9 @@ class Trainer:
         if self._reference is not None:
             with torch.no_grad():
                 reference = token_logprobs(self._reference, batch.ids, batch.scored, batch.temperatures)
+        advantages_B = torch.from_numpy(ballot.advantages[batch.positions]).to(self.device)
         loss, metrics = grpo_loss(
-            logprobs, batch.old_logprobs, torch.from_numpy(ballot.advantages[batch.positions]), batch.loss_mask,
+            logprobs, batch.old_logprobs, advantages_B, batch.loss_mask,
             config.clip_low, config.clip_high, tis_cap=config.tis_cap, ref_logprobs=reference, kl_coef=config.kl_coef,
             reduction=config.reduction, kl_estimator=config.kl_estimator, constant_tokens=config.constant_tokens,
             normalizer=float(normalizer),
@@ -260,7 +268,7 @@ class Trainer:
         agreement = self._replay.agreement() if self._replay is not None else None
         if agreement is None:
             return
-        by_row = agreement.reshape(*batch.ids.shape, -1).numpy()  # (B, T, layers with experts)
+        by_row = agreement.reshape(*batch.ids.shape, -1).cpu().numpy()  # (B, T, layers with experts)
         for place, length, values_TL in zip(batch.positions, batch.lengths, by_row, strict=True):
             self._agreement_NT[place] = values_TL[:length]
 
@@ -268,7 +276,7 @@ class Trainer:
         limit = self.config.max_mult_prob_error
         if limit is None:
             return
-        errors_B = row_errors(list(own), list(batch.old_logprobs.numpy()), list(batch.scored.numpy()))
+        errors_B = row_errors(list(own), list(batch.old_logprobs.cpu().numpy()), list(batch.scored.cpu().numpy()))
         for b, place in enumerate(batch.positions):
             if errors_B[b] > limit and ballot.masks[place].any():
                 batch.loss_mask[b] = False
@@ -368,7 +376,7 @@ class Trainer:
 
     def score(self, token_ids: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-prob of every token after the first at temperature 1, one list a row; what the engine must agree with."""
-        return score(self._token_logprobs, token_ids)
+        return score(self._token_logprobs, token_ids, self.device)
 
     # What a rank of several does otherwise (ranks).
 

@@ -208,8 +208,8 @@ def _tamper_acknowledgements(bench: Bench) -> None:
     }
     ask = bench.gateway.upstream.acknowledgement
 
-    async def acknowledgement(model_call_id: str, timeout_s: float) -> Acknowledgement:
-        answer = await ask(model_call_id, timeout_s)
+    async def acknowledgement(rollout_id: str, model_call_id: str, timeout_s: float) -> Acknowledgement:
+        answer = await ask(rollout_id, model_call_id, timeout_s)
         change = changes.get(str((answer.coords or {}).get("rollout_id")))
         return answer if change is None else replace(answer, coords=change(dict(answer.coords)))
 

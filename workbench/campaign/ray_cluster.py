@@ -1,0 +1,117 @@
+"""Ray cluster: start a Ray of the campaign's own, or join one that runs.
+
+In: the recipe's section `ray`. Out: this process connected, and the temporary directory of a Ray of its own.
+Invariant: a cluster that does not answer, does not let us in, or has this machine for no node of its own is said in one
+sentence, within seconds. Not here: where actors stand on it (placement), whether its nodes fit (node_check).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from workbench import dataplane
+from workbench.config import Recipe
+from workbench.errors import ComponentDied, SetupError
+from workbench.places import make_ray_directory
+
+REACH_WITHIN_S = 5.0
+START_ONE = "start one with ray start --head, and on every other node ray start --address=HEAD:6379 (docs/cluster.md)"
+
+
+def connect(recipe: Recipe) -> str | None:
+    """Connect this process to Ray; blocks. Returns the temporary directory of a Ray that was started, None of a cluster
+    that was joined. Raises SetupError where it cannot be joined, ComponentDied where it did not start."""
+    import ray
+
+    plane = recipe.data_plane
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    options: dict[str, Any] = {
+        "log_to_driver": False,
+        # Its start-up lines carry times and would stand in the notebook; what goes wrong is raised.
+        "configure_logging": False,
+        "runtime_env": {
+            "env_vars": {
+                **dataplane.environment(plane.send_recv_timeout_s, plane.max_attempts),
+                # Engine and trainer share this machine's processors: a thread that spins while it waits for
+                # its team would take them from the other.
+                "OMP_WAIT_POLICY": "PASSIVE",
+            }
+        },
+    }
+    if recipe.ray.address != "local":
+        _join(ray, recipe.ray.address, options)
+        return None
+    temp_dir = str(make_ray_directory())
+    options |= {"address": "local", "num_cpus": recipe.ray.num_cpus, "_temp_dir": temp_dir, "include_dashboard": False}
+    options["_system_config"] = dict(dataplane.AS_URGENT_AS_WE_ARE)
+    options["runtime_env"]["py_executable"] = dataplane.interpreter()
+    try:
+        ray.init(**options)
+    except Exception as error:
+        # Its own processes get 30 s from Ray, whatever we would give them, and then a bare Exception.
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise ComponentDied(f"Ray did not start: {said} Next: try when the machine is less busy.") from error
+    return temp_dir
+
+
+def meant_by(address: str) -> str | None:
+    """The host:port that `ray.address` means; None where `auto` finds no cluster on this machine.
+
+    `auto` is $RAY_ADDRESS, else what `ray start` has noted here. Ray itself would also take any Ray that it finds among
+    the processes, another campaign's own one too.
+    """
+    if address != "auto":
+        return address
+    if named := os.environ.get("RAY_ADDRESS"):
+        return named
+    noted = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray" / "ray_current_cluster"
+    with contextlib.suppress(OSError):
+        return noted.read_text().strip() or None
+    return None
+
+
+def unreachable(address: str) -> str:
+    """Why no cluster can be joined at `ray.address`, as far as that is known without Ray; empty where one may be there.
+
+    Ray itself asks a wrong address for a minute and then ends the process.
+    """
+    if address == "local":
+        return ""
+    meant = meant_by(address)
+    if meant is None:
+        return "auto, and no ray start has been run on this machine ($RAY_ADDRESS is not set either)"
+    address = meant
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=REACH_WITHIN_S):
+            return ""
+    except (OSError, OverflowError) as error:
+        return f"nothing answers at {address} ({getattr(error, 'strerror', None) or error})"
+    except ValueError:
+        return f"{address!r} is not host:port"
+
+
+def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
+    how = f"Next: {START_ONE}."
+    if why := unreachable(address):
+        raise SetupError(f"ray.address: {why}. {how}")
+    try:
+        ray.init(**options, address=meant_by(address))
+    except Exception as error:
+        said = " ".join(str(error).split()) or type(error).__name__
+        if "token" in said.lower() or "auth" in type(error).__name__.lower():
+            how = "Next: the same token on every node: as ray get-auth-token prints it on the head node."
+        raise SetupError(f"ray.address: the cluster at {address} cannot be joined: {said[:300]} {how}") from error
+
+
+def alive_nodes() -> list[dict[str, Any]]:
+    """Nodes of the cluster that this process is connected to."""
+    import ray
+
+    return [node for node in ray.nodes() if node["Alive"]]
