@@ -13,7 +13,7 @@ from workbench import dataplane
 from workbench.capture.staging import TransferQueueSink, TransferQueueSource
 from workbench.errors import TrainerError
 from workbench.finalizer.actor import Finalizer
-from workbench.finalizer.group import FinalizationRequest, RolloutOutcome
+from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome
 from workbench.train.route_rows import fetch_routes
 from workbench.train.rows import TrainPartition
 from workbench.wire import Cause
