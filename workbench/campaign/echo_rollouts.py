@@ -15,7 +15,7 @@ from workbench.campaign.rollouts import AgentRunner, RolloutPlan
 from workbench.echo.calls import chain_of
 from workbench.echo.client import EchoClient
 from workbench.echo.finalizer import EchoFinalizer
-from workbench.finalizer.group import RolloutOutcome
+from workbench.finalizer.messages import RolloutOutcome
 from workbench.serving.sampling import SamplingPins
 from workbench.wire import Cause
 

@@ -22,7 +22,7 @@ from workbench.campaign.state import CampaignState
 from workbench.campaign.training import TrainPump
 from workbench.config import load_recipe
 from workbench.errors import RecipeError, RunStoreError, SetupError
-from workbench.finalizer.group import FinalizedGroup
+from workbench.finalizer.messages import FinalizedGroup
 from workbench.finalizer.metrics import pool_metrics
 from workbench.finalizer.stored import read_group
 from workbench.recipe_schema import Recipe

@@ -25,7 +25,7 @@ import openai
 
 from workbench.campaign.environments import AgentResult, Environment, Task
 from workbench.errors import LedgerCorrupt
-from workbench.finalizer.group import RolloutOutcome
+from workbench.finalizer.messages import RolloutOutcome
 from workbench.gateway.client import ControlClient
 from workbench.ledger.receipts import OnNoWitness, assemble_receipt
 from workbench.wire import Cause, RolloutManifest

@@ -22,7 +22,7 @@ from workbench.campaign.left_off import NOTHING_YET, LeftOff, OpenGroup
 from workbench.campaign.rollouts import AgentRunner, RolloutPlan
 from workbench.campaign.state import CampaignState
 from workbench.errors import GroupsDropped, ReplayBufferError, RunStoreError, WorkbenchError
-from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome
+from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome
 from workbench.finalizer.rows import clear_rows
 from workbench.finalizer.stored import read_group
 from workbench.train.buffer import Discarded

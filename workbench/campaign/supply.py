@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from workbench.finalizer.group import FinalizedGroup
+from workbench.finalizer.messages import FinalizedGroup
 from workbench.train.buffer import Discarded, Entry, ReplayBuffer
 
 

@@ -24,7 +24,7 @@ import psutil
 
 from workbench.actors import ActorLost, answer, as_coroutine, within
 from workbench.errors import ComponentDied, DeadlineExceeded, FinalizerError
-from workbench.finalizer.group import FinalizationRequest, FinalizedGroup
+from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup
 
 Report = Callable[..., None]
 """`report(kind, **fields)`: an event for the run's record."""
