@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from workbench.errors import ComponentDied, DeadlineExceeded, FinalizerError
-from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome
+from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome
 from workbench.finalizer.metrics import GroupMetrics
 from workbench.finalizer.pool import FinalizerPool
 

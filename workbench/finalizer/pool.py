@@ -20,7 +20,7 @@ from typing import Any
 
 from workbench.actors import ActorLost, answer, as_coroutine, within
 from workbench.errors import ComponentDied, DeadlineExceeded, FinalizerError
-from workbench.finalizer.group import FinalizationRequest, FinalizedGroup
+from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup
 
 Report = Callable[..., None]
 """`report(kind, **fields)`: an event for the run's record."""
