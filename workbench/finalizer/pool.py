@@ -83,7 +83,7 @@ class FinalizerPool:
         message = request.model_dump(mode="json")
         group_id = request.group_id
         try:
-            return await self._ask("finalize", message, group_id)
+            return await self._ask(await self._idlest(), "finalize", message, group_id)
         except FinalizerError as error:
             why = str(error)
         except ActorLost as lost:
@@ -99,7 +99,7 @@ class FinalizerPool:
         """
         message = request.model_dump(mode="json")
         try:
-            return await self._ask("reconcile", message, request.group_id)
+            return await self._ask(await self._idlest(), "reconcile", message, request.group_id)
         except ActorLost:
             return await self._reconcile(request, message)
 
@@ -119,7 +119,7 @@ class FinalizerPool:
 
     async def _reconcile(self, request: FinalizationRequest, message: dict[str, Any]) -> FinalizedGroup:
         try:
-            return await self._ask("reconcile", message, request.group_id)
+            return await self._ask(await self._idlest_alive(), "reconcile", message, request.group_id)
         except ActorLost as lost:
             error_type = ComponentDied if lost.died else DeadlineExceeded
             raise error_type(
@@ -128,8 +128,7 @@ class FinalizerPool:
                 "staged rows are kept."
             ) from None
 
-    async def _ask(self, method: str, message: dict[str, Any], group_id: str) -> FinalizedGroup:
-        member = await self._idlest()
+    async def _ask(self, member: _Member, method: str, message: dict[str, Any], group_id: str) -> FinalizedGroup:
         actor, process = member.actor, member.process
         member.in_hand[group_id] = None
         try:
@@ -148,6 +147,21 @@ class FinalizerPool:
             if self._failure is not None:
                 raise self._failure
             return min((m for m in self._members if m.ready.is_set()), key=lambda m: (len(m.in_hand), m.number))
+
+    async def _idlest_alive(self) -> _Member:
+        """The idlest member that answers. Of two that die at the same time one is known to be dead a moment later, and
+        is not to count as the second that a group has lost."""
+        for _ in self._members:
+            member = await self._idlest()
+            actor, process = member.actor, member.process
+            try:
+                await answer(actor.__ray_ready__.remote(), self._timeout_s)
+            except ActorLost as lost:
+                await self._retire(member, actor, process, lost)
+            else:
+                if member.actor is actor:
+                    return member
+        return await self._idlest()
 
     async def _retire(self, member: _Member, actor: Any, process: psutil.Process | None, lost: ActorLost) -> None:
         """Make sure that `actor` does nothing any more, and start another in its place. Returns when it is dead.
