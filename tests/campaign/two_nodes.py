@@ -94,6 +94,7 @@ async def campaign(folder: Path, cluster: Any, lost: Any, address: str) -> dict[
         assert running.fleet is not None
         seen["standing"] = await asyncio.to_thread(standing, running.fleet)
         seen["lost"] = lost.node_id
+        seen["placed"] = running.events("placed")[0]["nodes"]
         statuses = await asyncio.gather(*(actor.status.remote() for actor in running.fleet.policy.actors))
         seen["urls"], seen["versions"] = running.fleet.policy.urls, [each["weight_version"] for each in statuses]
         began = time.monotonic()

@@ -98,6 +98,13 @@ class Placement:
             standing.setdefault(where[index], []).append(bundle)
         return standing
 
+    def described(self) -> dict[str, list[str]]:
+        """What stands where, for the run's record: a node's address and id -> its parts."""
+        import ray
+
+        address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        return {f"{address[node]} {node[:8]}": [str(b) for b in there] for node, there in self.nodes().items()}
+
     def release(self) -> None:
         """Give the room back; harmless when none was taken."""
         import ray
