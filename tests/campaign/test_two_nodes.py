@@ -71,3 +71,7 @@ def test_a_lost_storage_node_loses_nothing_that_was_finalised_and_the_run_goes_o
 def test_a_node_that_lacks_a_package_is_refused_with_the_packages_name(seen: dict[str, Any]) -> None:
     assert "(finalizer) lacks the package TransferQueue" in seen["lacking"]
     assert "install the same packages there" in seen["lacking"]
+
+
+def test_a_finalizer_whose_node_is_lost_is_replaced_on_another_node(seen: dict[str, Any]) -> None:
+    assert seen["pool"] == ["finalizer_lost", "finalizer_replaced", "group_reconciled", "after"]
