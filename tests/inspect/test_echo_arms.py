@@ -69,4 +69,7 @@ def test_equal_text_of_other_tokens_is_told_from_equal_tokens():
     same = pairs.filter("same_text")
     assert (same["reward"] == same["reward_echo"]).all()
     steps = steps_side_by_side(captured, echoed)
-    assert steps.select("gen_kl_error", "gen_kl_error_echo", "echo_wrong_rows").rows() == [(0.1, 0.3, 0), (0.2, 0.4, 1)]
+    assert steps.columns == ["step", "metric", "captured", "echoed"] and steps["step"].to_list() == [1] * 5 + [2] * 5
+    told = {(step, metric): (one, other) for step, metric, one, other in steps.rows()}
+    assert [told[step, "gen_kl_error"] for step in (1, 2)] == [(0.1, 0.3), (0.2, 0.4)]
+    assert told[2, "echo_wrong_rows"] == (1, 1)

@@ -38,3 +38,11 @@ def test_a_run_that_replayed_nothing_says_so():
     view = RouterAgreement(run(None, 0.1))
     assert view.frame.is_empty() and "no routes were replayed" in view.sentence()
     assert view.draw() is not None
+
+
+def test_one_step_is_drawn_over_its_layers():
+    one = run({"0": 1.0, "2": 0.5}, 0.01)
+    one.steps = one.steps.head(1)
+    (axes,) = RouterAgreement(one).draw().axes
+    assert axes.get_xlabel() == "layer, in optimiser step 1"
+    assert axes.lines[0].get_xydata().tolist() == [[0.0, 1.0], [2.0, 0.5]]

@@ -118,6 +118,14 @@ def test_differences_leave_out_what_one_partner_lacks_and_have_an_interval():
     assert single.low is None and single.mean == pytest.approx(0.1)
 
 
+def test_calls_are_compared_only_where_both_arms_keep_a_record_of_them():
+    one = arm([("t1", 0, 0.0, None)])
+    echoed = one.with_columns(calls=pl.lit(0, pl.Int64))
+    assert "calls" in [difference.metric for difference in differences(pair_up(one, one))]
+    metrics = [difference.metric for difference in differences(pair_up(one, echoed))]
+    assert metrics == ["reward", "valid", "tokens", "sampled_tokens"]
+
+
 @pytest.fixture(scope="module")
 def arms(tmp_path_factory) -> tuple[runs.Run, runs.Run]:
     opened = []
@@ -141,6 +149,21 @@ def test_two_arms_open_on_a_flip_and_show_any_other(arms):
     assert columns["ids"][columns["slot"]].tolist() == arms[0].tokens("a.0.2.0")["token_id"].to_list()
     live.chosen = ["a.0.2.0", "b.9.9.9"]
     assert "no rollout 'b.9.9.9'" in live.missing
+
+
+def test_two_arms_without_a_flip_open_on_a_pair_that_differs(arms):
+    class Same:
+        """Arm A again, the third of its six rollouts with another reward that solves no more and no less."""
+
+        def __init__(self) -> None:
+            self.rollouts = arms[0].rollouts.with_columns(
+                reward=pl.when(pl.int_range(pl.len()) == 2).then(pl.col("reward") * 0.999).otherwise("reward")
+            )
+            self.calls, self.vocabulary, self.tokens = arms[0].calls, arms[0].vocabulary, arms[0].tokens
+
+    diff = RowDiff(arms[0], Same(), solved=2.0)
+    assert diff.flips is not None and diff.flips.is_empty()
+    assert diff.names[0] == arms[0].rollouts["rollout_id"][2]
 
 
 def test_a_flip_without_tokens_is_passed_over_and_no_tokens_at_all_is_an_error(arms):

@@ -29,6 +29,7 @@ WITH_PARAMETERS = {
     "03_tokens_and_logprobs.ipynb": ["run", "rollout"],
     "05_receipts.ipynb": ["run", "rollout"],
     "06_grpo_by_hand.ipynb": ["run", "group"],
+    "07_router_replay.ipynb": ["replayed", "alone"],
     "10_campaign.ipynb": ["recipe", "overrides", "run_dir", "resume"],
     "20_compare_arms.ipynb": ["run", "other_run", "group"],
     "30_watch_a_campaign.ipynb": ["run"],

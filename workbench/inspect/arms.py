@@ -49,8 +49,13 @@ def pair_up(one: pl.DataFrame, other: pl.DataFrame) -> pl.DataFrame:
 
 
 def differences(pairs: pl.DataFrame) -> list[Difference]:
-    """The differences of `METRICS` over the pairs."""
-    return [_difference(pairs, metric, meaning) for metric, meaning in METRICS]
+    """The differences of `METRICS` over the pairs; calls only where both arms record them (echo does not)."""
+    recorded = pairs["calls"].sum() and pairs["calls_other"].sum()
+    return [
+        _difference(pairs, metric, meaning)
+        for metric, meaning in METRICS
+        if recorded or metric not in ("calls", "failed_calls")
+    ]
 
 
 def flips(pairs: pl.DataFrame, solved: float) -> pl.DataFrame:

@@ -16,7 +16,7 @@ import polars as pl
 from workbench.inspect.arms import pair_up
 
 STEP_COLUMNS = ("reward_mean", "mean_abs_logprob_delta", "token_mult_prob_error", "gen_kl_error", "echo_wrong_rows")
-"""What `steps_side_by_side` shows of each arm; the echo arm's columns end in `_echo`."""
+"""What `steps_side_by_side` shows of each arm."""
 
 
 def echo_pairs(captured: Any, echoed: Any) -> pl.DataFrame:
@@ -65,9 +65,17 @@ _SCHEMA = {
 
 
 def steps_side_by_side(captured: Any, echoed: Any) -> pl.DataFrame:
-    """One row a step that both arms took: `STEP_COLUMNS` of the captured arm, then those of the echo arm."""
-    one, other = (run.steps.select("step", *STEP_COLUMNS) for run in (captured, echoed))
-    return one.drop("echo_wrong_rows").join(other, on="step", how="inner", suffix="_echo").sort("step")
+    """`STEP_COLUMNS` of each step that both arms took, a line each: step, metric, captured, echoed.
+
+    A null means not known; captured rows are verified, so the captured arm counts no wrong ones.
+    """
+    one, other = (
+        run.steps.select("step", pl.col(STEP_COLUMNS).cast(pl.Float64)).unpivot(index="step", variable_name="metric")
+        for run in (captured, echoed)
+    )
+    lines = one.rename({"value": "captured"}).join(other.rename({"value": "echoed"}), on=["step", "metric"])
+    order = {name: place for place, name in enumerate(STEP_COLUMNS)}
+    return lines.sort("step", pl.col("metric").replace_strict(order))
 
 
 def _prompt(tokens: pl.DataFrame) -> list[int]:

@@ -1,7 +1,8 @@
 """RouterAgreement: would the trainer's own routers have chosen the experts that sampled a token? Layer by layer.
 
 In: runs with `.steps`; the table's columns `router_agreement_by_layer`, `replay_coverage` and `mean_abs_logprob_delta`.
-Out: a curve a layer over steps, and under it each run's numbers, so that a run without replay stands beside one with.
+Out: a curve a layer over steps, or over layers where there is one step, and under it each run's numbers, so that a run
+without replay stands beside one with.
 Invariant: a run that replayed nothing has no agreement, and says so; it is never 0 or 1.
 Not here: single tokens (TokenStrip, colour "router agreement").
 """
@@ -12,6 +13,7 @@ from typing import Any
 
 import orjson
 import polars as pl
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from workbench.inspect import html as markup
@@ -49,16 +51,29 @@ class RouterAgreement(StaticView):
         if self.frame.is_empty():
             say_nothing_to_show(axes, "no routes were replayed")
             return figure
+        axes.set_title("tokens whose own router agrees with the replayed route")
+        axes.set_ylim(-0.04, 1.08)
+        if self.frame["step"].n_unique() == 1:
+            self._draw_layers(axes)
+            return figure
         for place, ((arm, layer), part) in enumerate(self.frame.group_by("arm", "layer", maintain_order=True)):
             colour, marker = SERIES[place % len(SERIES)], MARKERS[place % len(MARKERS)]
             name = f"layer {layer}" if len(self.runs) == 1 else f"{arm}, layer {layer}"
             axes.plot(part["step"], part["agreement"], color=colour, marker=marker, lw=1.6, ms=5, label=name)
-        axes.set_title("tokens whose own router agrees with the replayed route")
         axes.set_xlabel("optimiser step")
-        axes.set_ylim(-0.04, 1.08)
         legend_beside_title(axes)
         step_ticks(axes, sorted(set(self.frame["step"].to_list())))
         return figure
+
+    def _draw_layers(self, axes: Axes) -> None:
+        """The one step there is: a layer beside the other."""
+        for place, ((arm,), part) in enumerate(self.frame.group_by("arm", maintain_order=True)):
+            colour, marker = SERIES[place % len(SERIES)], MARKERS[place % len(MARKERS)]
+            axes.plot(part["layer"], part["agreement"], color=colour, marker=marker, lw=1.6, ms=5, label=arm)
+        axes.set_xlabel(f"layer, in optimiser step {self.frame['step'][0]}")
+        axes.set_xticks(sorted(set(self.frame["layer"].to_list())))
+        if len(self.runs) > 1:
+            legend_beside_title(axes)
 
     def html(self) -> str:
         rows = []

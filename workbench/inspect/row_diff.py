@@ -42,9 +42,10 @@ _TRIES = 100
 class RowDiff(LiveView):
     """Two rollouts side by side; with two runs also what differs between the arms.
 
-    Without `rollouts` the pair shown first is the first flip that has tokens on both sides, else the first such pair;
-    of one run against itself the best and the worst rollout of `group`, else of the group whose rewards lie furthest
-    apart. A rollout counts as solved from a reward of `solved` on. Raises RunStoreError where nothing can be paired.
+    Without `rollouts` the pair shown first is the first flip that has tokens on both sides, else the first such pair
+    whose rewards or lengths differ, else the first; of one run against itself the best and the worst rollout of
+    `group`, else of the group whose rewards lie furthest apart. A rollout counts
+    as solved from a reward of `solved` on. Raises RunStoreError where nothing can be paired.
     """
 
     def __init__(
@@ -96,9 +97,14 @@ class RowDiff(LiveView):
         self.unpaired = (one.height - pairs.height, other.height - pairs.height)
 
     def _first_shown(self) -> tuple[tuple[str, str], tuple[TokenStrip, TokenStrip]]:
-        """The first flip, else the first pair, of which both sides have tokens (a rejected rollout may have none)."""
+        """The first flip, else the first pair that differs in numbers, else the first, of which both sides have tokens
+        (a rejected rollout may have none)."""
         assert self.pairs is not None and self.flips is not None
-        both = self.pairs.sort(pl.col("valid") + pl.col("valid_other"), descending=True, maintain_order=True)
+        differ = pl.any_horizontal(
+            pl.col(name).ne_missing(pl.col(f"{name}_other")) for name in ("reward", "tokens", "sampled_tokens")
+        )
+        votes = pl.col("valid") + pl.col("valid_other")
+        both = self.pairs.sort(votes, differ, descending=True, maintain_order=True)
         candidates = pl.concat(frame.select("rollout_id", "rollout_id_other") for frame in (self.flips, both))
         problem: RunStoreError | None = None
         for one, other in candidates.head(_TRIES).rows():

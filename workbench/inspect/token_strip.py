@@ -2,9 +2,9 @@
 
 In: a token frame (or a run and a rollout id) and a vocabulary. Out: text in which every id is its own span (special
 tokens visible, split characters joined, what the policy sampled underlined), and a ribbon of the whole row: roles by
-call, the sampler's log-prob, the trainer's difference. The live view scrolls through the whole row; the snapshot writes
-out at most `max_tokens` ids and counts the rest. Not here: the chain that the calls form (prefix_chain), how the
-live view packs a row (strip_columns).
+call, the sampler's log-prob, the trainer's difference and, where routes were replayed, how far its routers agree. The
+live view scrolls through the whole row; the snapshot writes out at most `max_tokens` ids and counts the rest.
+Not here: the chain that the calls form (prefix_chain), how the live view packs a row (strip_columns).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workbench.inspect.roles import roles_of
 from workbench.inspect.routes import route_spans
 from workbench.inspect.snapshot import LiveView
 from workbench.inspect.strip_columns import strip_columns
-from workbench.inspect.style import BLUE, CARRY, MUTED, SAMPLED, panels, say_nothing_to_show
+from workbench.inspect.style import BLUE, CARRY, MUTED, SAMPLED, SERIES, panels, say_nothing_to_show
 from workbench.inspect.text import Piece, pieces_of
 from workbench.runs.vocabulary import Vocabulary
 
@@ -129,8 +129,12 @@ class TokenStrip(LiveView):
         return StripWidget.of(self)
 
     def draw(self) -> Figure:
-        figure, (roles, likely, delta) = panels(2.5, rows=3, height_ratios=[0.34, 1, 1])
         ribbon = _ribbon(self.tokens)
+        routed = ribbon["agreement"].null_count() < ribbon.height
+        heights = [0.34, 1, 1] + [0.5] * routed
+        figure, (roles, likely, delta, *agree) = panels(
+            3.0 if routed else 2.5, rows=len(heights), height_ratios=heights
+        )
         x, size = ribbon["position"].to_numpy(), (ribbon["size"][0] if ribbon.height else 1)
         width = max(0.5, min(2.4, 620 / max(1, ribbon.height)))
         share = ribbon["sampled"].to_numpy()
@@ -155,7 +159,7 @@ class TokenStrip(LiveView):
         likely.vlines(some["position"].to_numpy(), some["logprob"].to_numpy(), 0, color=BLUE, lw=width)
         likely.set_ylabel("sampler\nlog-prob", fontsize=8)
         likely.set_xticks([])
-        for ax in (roles, likely, delta):
+        for ax in (roles, likely, delta, *agree):
             ax.set_xlim(-0.5, max(1, self.tokens.height) - 0.5)
         known = ribbon.drop_nulls("delta")
         if known.is_empty():
@@ -166,7 +170,14 @@ class TokenStrip(LiveView):
         delta.vlines(place_T[d_T >= 0], 0, d_T[d_T >= 0], color=SAMPLED, lw=width)
         delta.axhline(0, color=MUTED, lw=0.8)
         delta.set_ylabel("Δ trainer", fontsize=8)
-        delta.set_xlabel("position in the row" + (f"; a line is the largest of {size} tokens" if size > 1 else ""))
+        for ax in agree:
+            # A token without a bar has no route: what was sampled last in a call was never an input.
+            ax.bar(x, ribbon["agreement"].fill_null(0).to_numpy(), width=0.8 * size, color=SERIES[2])
+            ax.set_ylim(0, 1.05)
+            ax.set_ylabel("routers\nagree", fontsize=8)
+            delta.set_xticks([])
+        where = "position in the row" + (f"; a line is the largest of {size} tokens" if size > 1 else "")
+        (agree or [delta])[0].set_xlabel(where)
         return figure
 
     def html(self) -> str:
@@ -242,9 +253,10 @@ def _ribbon(tokens: pl.DataFrame) -> pl.DataFrame:
     """At most `_RIBBON` lines for the whole row: each the most telling of the tokens it stands for.
 
     Columns: position (of the first), size (tokens a line), sampled (share), logprob (the least likely sampled one),
-    delta (the largest by size, with its sign); null where there is none.
+    delta (the largest by size, with its sign), agreement (the least); null where there is none.
     """
     size = max(1, -(-tokens.height // _RIBBON))
+    agreement = pl.col("route_agreement") if "route_agreement" in tokens.columns else pl.lit(None, dtype=pl.Float32)
     seen = pl.when(pl.col("sampled")).then(pl.col("logprob"))
     return (
         tokens.lazy()
@@ -256,6 +268,7 @@ def _ribbon(tokens: pl.DataFrame) -> pl.DataFrame:
             pl.col("sampled").mean().alias("sampled"),
             seen.min().alias("logprob"),
             pl.col("delta").drop_nulls().sort_by(pl.col("delta").drop_nulls().abs()).last().alias("delta"),
+            agreement.min().alias("agreement"),
         )
         .collect()
     )
