@@ -3,8 +3,9 @@
     recipe ─► bundles (what stands together on one node) ─► placement groups ─► options for each actor
 
 Invariant: either there is room for all workers, finalizers and trainer ranks, or nothing is started and all of it is
-given back: a campaign that got half of what it needs would hold it from others and wait for ever. Storage
-units are TransferQueue's own, dealt out to all nodes in turn (data plane). Not here: starting the actors (fleet), whether a node can run them (node_check).
+given back: a campaign that got half of what it needs would hold it from others and wait for ever.
+Not here: storage units, which TransferQueue deals out to all nodes in turn (data plane), starting the actors (fleet),
+whether a node can run them (node_check).
 """
 
 from __future__ import annotations
