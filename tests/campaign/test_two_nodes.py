@@ -75,4 +75,4 @@ def test_a_node_that_lacks_a_package_is_refused_with_the_packages_name(seen: dic
 
 
 def test_a_finalizer_whose_node_is_lost_is_replaced_on_another_node(seen: dict[str, Any]) -> None:
-    assert seen["pool"] == ["finalizer_lost", "finalizer_replaced", "group_reconciled", "after"]
+    assert seen["pool"] == ["finalizer_lost", "finalizer_replaced", "group_reconciled", "silent"]

@@ -96,16 +96,21 @@ async def lose_a_finalizers_node(folder: Path, cluster: Any, node: Any) -> list[
     pool = FinalizerPool(
         lambda number: Clerk.options(num_cpus=1, scheduling_strategy=place).remote(str(folder / "log.jsonl")),
         1,
-        timeout_s=120.0,
+        timeout_s=600.0,
         replace_timeout_s=200.0,
         report=lambda kind, **fields: kinds.append(kind),
     )
     await pool.start(200.0)
     assert ray.util.placement_group_table(group)["bundles_to_node_id"] == {0: node.node_id}
+    rollouts = [RolloutOutcome(rollout_id="run.0.0.0", index=0)]
+    request = FinalizationRequest(group_id="silent", weight_version=0, rollouts=rollouts)
+    asked = asyncio.create_task(pool.finalize(request))  # the first finalizer never answers
+    deadline = time.monotonic() + 60
+    while not (folder / "log.jsonl").exists():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
     await asyncio.to_thread(cluster.remove_node, node, False)
-    rollouts = [RolloutOutcome(rollout_id="run.after.0.0", index=0)]
-    request = FinalizationRequest(group_id="after", weight_version=0, rollouts=rollouts)
-    finalized = await asyncio.wait_for(pool.finalize(request), 240.0)
+    finalized = await asyncio.wait_for(asked, 240.0)
     await pool.stop(5.0)
     return [*kinds, finalized.group_id]
 
