@@ -19,7 +19,7 @@ from benchmarks.verifier import custody
 from workbench import dataplane
 from workbench.capture.staging import TransferQueueSink, TransferQueueSource
 from workbench.finalizer.actor import Finalizer
-from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome
+from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome
 from workbench.places import make_ray_directory
 from workbench.wire import StagedCall
 

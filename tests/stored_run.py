@@ -18,7 +18,8 @@ import orjson
 
 from workbench.capture.core import CaptureCore
 from workbench.capture.staging import MemorySink
-from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome, assemble
+from workbench.finalizer.group import assemble
+from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome
 from workbench.finalizer.parts import write_group
 from workbench.ledger import LedgerStore, assemble_receipt
 from workbench.runs.vocabulary import Vocabulary

@@ -173,12 +173,13 @@ class Rollouts(Section):
     """Rollouts whose agents run at once, in the order of their places; 1 makes a run repeatable on one machine,
     with `sampling.seed_each_call` and `train.max_staleness: 0`. null: all rollouts of the groups that run."""
     timeout_s: Seconds = 180.0
-    """How long one rollout may take. Longer makes it a placeholder."""
+    """How long one rollout's agent may take, and then its reward. Longer makes it a placeholder."""
     max_dropped_in_a_row: Positive = 8
     """Groups that may leave one after the other without becoming rows, each replaced by a fresh one. One more ends the
     campaign with their cause: what makes every group leave will not be cured by sampling another one."""
     stall_timeout_s: Seconds = 300.0
-    """The campaign ends when nothing at all has moved for this long. Longer than one optimiser step takes."""
+    """The campaign ends when nothing at all has moved for this long: no rollout, group or step came to its end. At
+    least `timeout_s`; a step, a weight sync and a checkpoint are not counted, they have deadlines of their own."""
 
 
 class Finalizer(Section):
@@ -270,11 +271,12 @@ class Recipe(Section):
                 "train.live_calls: expected 'finish', because without token capture nobody knows which token came from "
                 "which weights; got 'straddle'"
             )
-        if self.rollouts.stall_timeout_s < self.train.sync_timeout_s:
-            raise ValueError(
-                f"rollouts.stall_timeout_s: expected at least train.sync_timeout_s ({self.train.sync_timeout_s:g}), "
-                f"so that a slow sync is not taken for a stall; got {self.rollouts.stall_timeout_s:g}"
-            )
+        for key, longest_s in (("rollouts", self.rollouts.timeout_s), ("finalizer", self.finalizer.timeout_s)):
+            if self.rollouts.stall_timeout_s < longest_s:
+                raise ValueError(
+                    f"rollouts.stall_timeout_s: expected at least {key}.timeout_s ({longest_s:g}), so that what is "
+                    f"slow is not taken for a stall; got {self.rollouts.stall_timeout_s:g}"
+                )
         for key, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             if getattr(self.sampling, key) != neutral:
                 raise ValueError(

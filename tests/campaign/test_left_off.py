@@ -66,6 +66,18 @@ def test_a_stored_group_without_its_line_is_finished_all_the_same(run):
     assert (waiting.finished, waiting.recorded) == (True, False)
 
 
+def test_rejections_of_a_group_whose_line_is_missing_are_counted_when_it_gets_one(run):
+    told = [orjson.loads(line) for line in (run / "events.jsonl").read_bytes().splitlines()]
+    rejected = [event["group_id"] for event in told if event["kind"] == "rollout_rejected"]
+    whole = read_left_off(run).rejections.total()
+    last = max(rejected)
+    for step in range(4, int(last[1:]), -1):
+        untake(run, step)
+    assert read_left_off(run).rejections.total() == whole
+    drop_lines(run, "groups", "group_id", last)
+    assert read_left_off(run).rejections.total() == whole - rejected.count(last)
+
+
 def test_a_group_that_is_half_stored_is_sampled_again_under_ids_that_nobody_used(run):
     untake(run, 4)
     unfinish(run, LAST)
@@ -147,6 +159,13 @@ def test_only_reach_deadlines_and_the_machine_may_change(run):
         with pytest.raises(RecipeError, match="a resumed run keeps its recipe") as caught:
             resumable(run, ["train.steps=6", change])
         assert str(caught.value).startswith(change.partition("=")[0].removesuffix(".turns") + ":")
+
+
+def test_a_served_run_is_not_gone_on_with(run):
+    with RunWriter(run) as writer:
+        writer.status(status="done", phase="stopped", command="serve")
+    with pytest.raises(SetupError, match=r"is a served run.*workbench serve RECIPE"):
+        resumable(run, ["train.steps=8"])
 
 
 def test_what_cannot_be_resumed_is_said_in_one_line(run, tmp_path):

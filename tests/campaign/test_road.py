@@ -24,7 +24,7 @@ from workbench.campaign.verify_run import verify_run
 from workbench.capture.staging import TransferQueueSink, TransferQueueSource
 from workbench.config import load_recipe
 from workbench.finalizer.actor import Finalizer
-from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome
+from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome
 from workbench.gateway.client import ControlClient
 from workbench.gateway.process import GatewayProcess
 from workbench.gateway.settings import CONTROL_TOKEN

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from workbench.campaign.echo_rollouts import EchoPlayer
 from workbench.campaign.environments import AgentResult, Reward, Task
-from workbench.campaign.rollouts import RolloutPlan, RolloutPlayer
+from workbench.campaign.rollouts import AgentRunner, RolloutPlan, RolloutPlayer
+from workbench.config import load_recipe
+from workbench.serving.sampling import SamplingPins
 from workbench.wire import Cause
 
 
@@ -28,7 +35,63 @@ class Scoring:
     def reward(self, task: Task, result: AgentResult) -> Reward:
         if isinstance(self._reward, Exception):
             raise self._reward
-        return self._reward
+        return self._reward() if callable(self._reward) else self._reward
+
+
+def captured(reward: Any, timeout_s: float) -> AgentRunner:
+    return RolloutPlayer(control=Control(), **_settings(reward, timeout_s))  # type: ignore[arg-type]
+
+
+def echoed(reward: Any, timeout_s: float) -> AgentRunner:
+    return EchoPlayer(
+        finalizer=SimpleNamespace(chains={}),  # type: ignore[arg-type]
+        sampling=SamplingPins.of(load_recipe("cpu_smoke").sampling, 0),
+        weight_version=lambda: 0,
+        **_settings(reward, timeout_s),
+    )
+
+
+def _settings(reward: Any, timeout_s: float) -> dict[str, Any]:
+    return {
+        "gateway_url": "http://127.0.0.1:9",
+        "environment": Scoring(reward),
+        "model": "policy",
+        "timeout_s": timeout_s,
+        "request_timeout_s": 5.0,
+        "seed": 0,
+    }
+
+
+PLAN = RolloutPlan("run", 0, 0, 0, Task("t", 0, {}))
+
+
+@pytest.mark.parametrize("make", [captured, echoed])
+async def test_the_loop_goes_on_while_a_reward_is_computed(make: Callable[..., AgentRunner]) -> None:
+    loop_went_on = threading.Event()
+    player = make(lambda: Reward(float(loop_went_on.wait(20.0)), {}), timeout_s=60.0)
+    playing = asyncio.create_task(player.play(PLAN))
+    while not playing.done():
+        await asyncio.sleep(0.01)
+        loop_went_on.set()
+    await player.close()
+    assert (await playing).reward == 1.0
+
+
+@pytest.mark.parametrize("make", [captured, echoed])
+async def test_rewards_that_never_come_cost_their_rollouts_the_vote_and_hold_nobody_else_up(
+    make: Callable[..., AgentRunner],
+) -> None:
+    never = threading.Event()
+    player = make(lambda: Reward(float(never.wait()), {}), timeout_s=0.1)
+    try:
+        # More than the loop has threads for all its other work.
+        outcomes = await asyncio.wait_for(asyncio.gather(*(player.play(PLAN) for _ in range(40))), 30)
+        assert {outcome.detail for outcome in outcomes} == {"its reward did not come within rollouts.timeout_s=0.1"}
+        assert {(outcome.failure, outcome.reward) for outcome in outcomes} == {(Cause.ROLLOUT_FAILED, 0.0)}
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 10) == "free"
+    finally:
+        never.set()
+        await player.close()
 
 
 @pytest.mark.parametrize(
@@ -40,17 +103,9 @@ class Scoring:
     ],
 )
 async def test_a_reward_that_is_none_costs_its_rollout_the_vote_and_not_the_run(reward: Any, says: str) -> None:
-    player = RolloutPlayer(
-        gateway_url="http://127.0.0.1:9",
-        control=Control(),  # type: ignore[arg-type]
-        environment=Scoring(reward),  # type: ignore[arg-type]
-        model="policy",
-        timeout_s=5.0,
-        request_timeout_s=5.0,
-        seed=0,
-    )
+    player = captured(reward, timeout_s=5.0)
     try:
-        outcome = await player.play(RolloutPlan("run", 0, 0, 0, Task("t", 0, {})))
+        outcome = await player.play(PLAN)
     finally:
         await player.close()
     assert (outcome.failure, outcome.reward, outcome.reward_components) == (Cause.ROLLOUT_FAILED, 0.0, {})

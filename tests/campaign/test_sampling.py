@@ -15,7 +15,7 @@ from workbench.campaign.supply import Supply
 from workbench.campaign.watch import Watch
 from workbench.config import load_recipe
 from workbench.errors import ComponentDied, GroupsDropped
-from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome
+from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome
 from workbench.finalizer.metrics import GroupMetrics
 from workbench.train.buffer import ReplayBuffer
 from workbench.wire import Cause

@@ -13,8 +13,10 @@ from workbench import runs
 from workbench.campaign.notebook_file import Outcome
 from workbench.campaign.progress import ProgressLine, describe
 from workbench.campaign.record_demo import record_demo
+from workbench.campaign.runner import NotebookResult, tell
 from workbench.campaign.summary import summarise
 from workbench.errors import RunStoreError
+from workbench.runs.writer import RunWriter
 
 
 def test_the_summary_names_notebook_rates_rejections_versions_and_rewards(tmp_path):
@@ -72,6 +74,30 @@ def test_progress_writes_a_line_a_change_where_there_is_no_terminal(tmp_path):
         "sampling",
         "starting the kernel",
     ]
+
+
+def test_what_the_process_before_said_last_is_no_progress_of_the_one_that_goes_on(tmp_path):
+    with RunWriter(tmp_path) as writer:
+        writer.status(step=3, phase="stopped")
+    stream = io.StringIO()
+    line = ProgressLine(tmp_path, stream)
+    line.tick()
+    with RunWriter(tmp_path) as writer:
+        writer.status(phase="starting ray")
+    line.tick()
+    assert stream.getvalue() == "0:00  starting the kernel\n0:00  starting ray\n"
+
+
+@pytest.mark.parametrize(("status", "how"), [("killed", "was stopped"), ("failed", "failed: ComponentDied: stopped")])
+def test_whoever_is_told_that_a_run_ended_is_told_how_to_go_on_with_it(tmp_path, capsys, status, how):
+    outcome = Outcome(status, "ComponentDied", "stopped")
+    ended = NotebookResult(tmp_path / "campaign.ipynb", tmp_path / "campaign.html", outcome, 70, None)
+    assert tell(ended) == 70
+    said = f"workbench: the run {how}; see {tmp_path}/campaign.ipynb"
+    assert capsys.readouterr().err == f"{said}\n"  # nothing was begun that could be gone on with
+    RunWriter(tmp_path).close()
+    tell(ended)
+    assert capsys.readouterr().err == f"{said}; to go on with it: workbench resume {tmp_path}\n"
 
 
 def test_a_count_down_is_one_line_where_there_is_no_terminal(tmp_path):

@@ -66,7 +66,7 @@ class BetweenCoroutines(RuleBasedStateMachine):
         self.outcome[group] = how
 
     async def _play(self, group):
-        await self.supply.reserve(group, keys(group), self.version)
+        await self.supply.reserve(group, keys(group), lambda: self.version)
         try:
             await self.gates[group].wait()  # agents, then the finalizer
         except asyncio.CancelledError:
@@ -149,8 +149,8 @@ async def test_a_waiting_step_gets_its_groups_and_the_pump_hears_of_the_evicted(
     gone = []
     supply.on_evicted = gone.append
     for group, version in (("g0", 0), ("g1", 1), ("g2", 1)):
-        await supply.reserve(group, keys(group), version)
-    waiting_for_room = asyncio.create_task(supply.reserve("g3", keys("g3"), 1))
+        await supply.reserve(group, keys(group), lambda version=version: version)
+    waiting_for_room = asyncio.create_task(supply.reserve("g3", keys("g3"), lambda: 1))
     step = asyncio.create_task(supply.take(2, 1))
     await asyncio.sleep(0)
     for group in ("g0", "g1", "g2"):
@@ -160,3 +160,22 @@ async def test_a_waiting_step_gets_its_groups_and_the_pump_hears_of_the_evicted(
     assert ids(await asyncio.wait_for(step, 5)) == ["g1", "g2"]
     assert ids(gone) == ["g0"]
     await asyncio.wait_for(waiting_for_room, 5)
+
+
+async def test_a_group_that_waited_for_room_is_of_the_weights_of_the_moment_it_got_it():
+    supply = Supply(ReplayBuffer(1, sampler("windowed", max_staleness=1)))
+    gone, version = [], 0
+    supply.on_evicted = gone.append
+    await supply.reserve("g0", keys("g0"), lambda: version)
+    waiting_for_room = asyncio.create_task(supply.reserve("g1", keys("g1"), lambda: version))
+    await asyncio.sleep(0)
+    version = 1
+    await supply.commit(SimpleNamespace(group_id="g0", train_keys=keys("g0")), 0)
+    assert ids(await asyncio.wait_for(supply.take(1, version), 5)) == ["g0"]
+    assert await asyncio.wait_for(waiting_for_room, 5) == 1
+    # A step later it lags by one version, which the sampler allows, not by two.
+    version = 2
+    step = asyncio.create_task(supply.take(1, version))
+    await asyncio.sleep(0)
+    assert await supply.commit(SimpleNamespace(group_id="g1", train_keys=keys("g1")), 1)
+    assert ids(await asyncio.wait_for(step, 5)) == ["g1"] and gone == []

@@ -25,7 +25,7 @@ from workbench.campaign.placement import Bundle
 from workbench.campaign.resume import resumable
 from workbench.campaign.verify_run import verify_run
 from workbench.errors import SetupError, WorkbenchError
-from workbench.finalizer.group import FinalizationRequest, RolloutOutcome
+from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome
 from workbench.finalizer.pool import FinalizerPool
 
 #: On a node with this before everything else in its path, one package cannot be found.

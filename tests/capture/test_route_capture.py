@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from capture.scripted_worker import Agent, serving, write_script
 
 from workbench.capture.routes import RouteCapture, align_routes
 from workbench.errors import WireError
@@ -65,3 +66,23 @@ async def test_a_call_without_fitting_routes_is_staged_without_and_counted():
     assert await capture.extras(admission(), call(5, None)) == {}
     assert await capture.extras(admission(), call(5, IDS[:3, None, None])) == {}
     assert capture.faults == {Cause.ROUTE_MISSING: 1, Cause.ROUTE_LENGTH_MISMATCH: 1}
+
+
+USER = {"role": "user", "content": "Hello?"}
+
+
+async def test_a_worker_without_routes_stages_what_it_always_did(tmp_path, monkeypatch, tiny_model):
+    """Recording routes adds one extra and a count; without it, and for a model that has none, nothing changes."""
+    script = write_script(tmp_path, {"text": "Fine."})
+    staged = {}
+    for asked in (False, True):
+        async with serving(tiny_model, script, monkeypatch, capture_routes=asked) as (server, sink):
+            call_id, _, outcome = await Agent(server, "run.0.0.0").call([USER])
+            assert outcome["failure"] is None
+            (columns,) = sink.rows.values()
+            (call,) = await sink.fetch([f"run.0.0.0/{call_id}"])
+            staged[asked] = sorted(columns), call.token_ids_delta.tolist(), call.extras
+            faults = server.status().get("route_faults")
+            assert faults == ({Cause.ROUTE_MISSING: 1} if asked else None)
+    assert staged[True] == staged[False] and "routed_experts" not in staged[False][2]
+    assert staged[False][0] == ["logprobs", "meta", "token_ids"]

@@ -34,7 +34,7 @@ from workbench.campaign.rollouts import RolloutPlan  # noqa: E402
 from workbench.config import load_recipe  # noqa: E402
 from workbench.echo.finalizer import EchoFinalizer  # noqa: E402
 from workbench.echo.rows import assemble_echo  # noqa: E402
-from workbench.finalizer.group import FinalizationRequest  # noqa: E402
+from workbench.finalizer.messages import FinalizationRequest  # noqa: E402
 from workbench.gateway.process import GatewayProcess  # noqa: E402
 from workbench.gateway.settings import CONTROL_TOKEN, WORKER_TOKEN  # noqa: E402
 from workbench.serving.sampling import SamplingPins  # noqa: E402

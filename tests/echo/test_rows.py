@@ -10,7 +10,8 @@ import pytest
 from workbench.echo import EchoedCall, assemble_echo, chain_of, concatenate
 from workbench.echo.finalizer import call_rows, stored_chains
 from workbench.echo.rows import Concatenated
-from workbench.finalizer.group import FinalizationRequest, Rejection, RolloutOutcome
+from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome
+from workbench.finalizer.verdicts import Rejection
 from workbench.wire import Cause
 
 USER = {"role": "user", "content": "?"}

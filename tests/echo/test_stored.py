@@ -12,7 +12,7 @@ from workbench.campaign.verify_run import verify_run
 from workbench.config import load_recipe
 from workbench.echo import EchoedCall, assemble_echo
 from workbench.echo.finalizer import call_rows
-from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome
+from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome
 from workbench.finalizer.parts import write_parts
 from workbench.inspect import PrefixChain, TokenStrip
 from workbench.runs.writer import RunWriter, store_recipe

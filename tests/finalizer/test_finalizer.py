@@ -13,7 +13,7 @@ from workbench import dataplane
 from workbench.capture.staging import TransferQueueSink, TransferQueueSource, pack
 from workbench.errors import FinalizerError
 from workbench.finalizer.actor import Finalizer, FinalizerActor, bos_of
-from workbench.finalizer.group import FinalizationRequest, FinalizedGroup
+from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup
 from workbench.finalizer.sweeper import Sweeper
 from workbench.train.rows import TrainPartition
 from workbench.wire import Cause

@@ -9,7 +9,8 @@ from pydantic import ValidationError
 
 from workbench.capture.staging import MemorySink
 from workbench.errors import ReceiptRejected
-from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome, assemble
+from workbench.finalizer.group import assemble
+from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome
 from workbench.finalizer.metrics import pool_metrics
 from workbench.finalizer.verify import verify_and_linearize
 from workbench.wire import Cause, ManifestFailure, RolloutReceipt

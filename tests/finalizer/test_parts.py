@@ -12,7 +12,8 @@ from chains import Chain
 from test_group import BOS, chain, outcome, staged_of
 
 from workbench.errors import FinalizerError, RunStoreError
-from workbench.finalizer.group import FinalizationRequest, RolloutOutcome, assemble
+from workbench.finalizer.group import assemble
+from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome
 from workbench.finalizer.parts import write_group
 from workbench.finalizer.rows import pack_row
 from workbench.finalizer.stored import read_group

@@ -6,8 +6,10 @@ The actors here are real Ray actors of a few lines, because how a finalizer work
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -15,7 +17,7 @@ import pytest
 import ray
 
 from workbench.errors import ComponentDied, DeadlineExceeded, FinalizerError
-from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome
+from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome
 from workbench.finalizer.metrics import GroupMetrics
 from workbench.finalizer.pool import FinalizerPool
 
@@ -45,6 +47,9 @@ class Clerk:
         group_id = request["group_id"]
         with self._log.open("a") as log:
             log.write(json.dumps([method, group_id, os.getpid()]) + "\n")
+        if "stopped" in group_id and method == "finalize":
+            os.kill(os.getpid(), signal.SIGSTOP)  # as a process that waits for a disk hears nothing
+            self._log.with_suffix(".woken").touch()
         if "fatal" in group_id or ("deadly" in group_id and method == "finalize"):
             os._exit(9)
         if "silent" in group_id and method == "finalize":
@@ -119,6 +124,20 @@ async def test_a_silent_one_is_killed_before_its_group_goes_to_another(desk):
     (_, _, first), (method, _, second) = desk.asked()
     assert (first, method) == (pid, "reconcile") and second != pid
     assert "no answer within 1 s" in desk.events[0]["why"]
+
+
+@pytest.mark.parametrize("desk", [(1, 1.0)], indirect=True)
+async def test_one_that_cannot_even_hear_that_it_is_killed_is_gone_before_its_group_goes_to_another(desk):
+    finalizing = asyncio.create_task(desk.finalize("stopped"))
+    await desk.until("finalizer_lost")
+    (_, _, pid), *_ = desk.asked()
+    assert (await finalizing).train_keys == ["a"]
+    assert [(method, name) for method, name, _ in desk.asked()] == [("finalize", "stopped"), ("reconcile", "stopped")]
+    # What would wake it up finds nobody any more.
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+    assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2]
+    assert not desk.log.with_suffix(".woken").exists()
 
 
 async def test_a_group_that_loses_two_in_turn_is_an_error_that_names_it(desk):

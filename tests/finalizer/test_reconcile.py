@@ -12,7 +12,8 @@ from test_group import BOS, chain, outcome, staged_of
 from workbench import dataplane
 from workbench.errors import FinalizerError, RunStoreError
 from workbench.finalizer.actor import Finalizer
-from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome, assemble
+from workbench.finalizer.group import assemble
+from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome
 from workbench.finalizer.parts import write_group
 from workbench.finalizer.stored import read_group
 from workbench.train.rows import TrainPartition

@@ -8,7 +8,8 @@ from chains import Chain
 
 from workbench.capture.staging import MemorySink
 from workbench.errors import FinalizerError, RunStoreError
-from workbench.finalizer.group import FinalizationRequest, RolloutOutcome, assemble
+from workbench.finalizer.group import assemble
+from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome
 from workbench.finalizer.metrics import GroupMetrics
 from workbench.finalizer.parts import write_group
 from workbench.finalizer.routes import RouteDims, RouteSettings, loss_positions

@@ -103,6 +103,22 @@ def test_a_request_that_starts_again_has_its_rows_once(runner):
     assert runner.recorder.take("a", 0, 12).tolist() == expected(ids)
 
 
+def test_what_is_computed_again_with_other_weights_keeps_the_routes_it_was_sampled_with(runner, monkeypatch):
+    ids = list(range(30, 42))
+    runner.run(("a-12345678", 0, ids[:9]), blocks={"a-12345678": [0, 1, 2]})
+    before = expected(ids[:9])
+    monkeypatch.setitem(
+        globals(), "route", lambda token, layer: [(3 * token + layer + k) % EXPERTS for k in range(TOPK)]
+    )
+    runner.run(("a-12345678", 0, ids[:4]), blocks={"a-12345678": [7, 8, 9]})
+    runner.run(("a-12345678", 4, ids[4:11]), blocks={"a-12345678": [7, 8, 9]})
+    runner.run(("a-12345678", 11, ids[11:]), blocks={"a-12345678": [7, 8, 9]})
+    assert runner.recorder.take("a", 0, 12).tolist() == before + expected(ids[9:])
+    # Whoever continues from the cached keys and values gets the routes that these were computed with.
+    runner.run(("b-12345678", 8, [90]), blocks={"b-12345678": [7, 8, 3]})
+    assert runner.recorder.take("b", 0, 9).tolist() == expected([*ids[:8], 90])
+
+
 def test_what_was_never_computed_has_no_route_and_what_is_unknown_gives_none(runner):
     runner.run(("a-12345678", 4, [50, 51]), blocks={"a-12345678": [15, 14]})
     assert runner.recorder.take("a", 0, 7) is None

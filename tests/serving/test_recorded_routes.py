@@ -82,19 +82,37 @@ def independent(model: Any, ids: list[int]) -> np.ndarray:
     return torch.stack([layer.topk(TOPK).indices.sort().values for layer in logits], dim=1).numpy()
 
 
+def changed(directory: Path, version: int) -> Any:
+    """A model with other experts and routers, and its folder: an optimiser step would change too few routes to see."""
+    model = loaded(models.build("tiny-moe"))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "mlp" in name:
+                weight.add_(0.03 * torch.randn(weight.shape, generator=generator))
+    weights = names_in_file(model, dict(model.named_parameters()))
+    folder = publish(weights, models.build("tiny-moe"), directory, version, torch.float32)
+    return SimpleNamespace(model=model, folder=folder)
+
+
 def agreement(recorded: np.ndarray, computed: np.ndarray) -> float:
     """Share of (token, layer) that went to the same experts."""
     return float((np.sort(recorded, axis=-1) == computed).all(axis=-1).mean())
 
 
-async def sampled(engine: Any, request_id: str, prompt: list[int], tokens: int) -> list[int]:
-    """Prompt and what the engine sampled after it, exactly `tokens`."""
+def generation(engine: Any, request_id: str, prompt: list[int], tokens: int) -> Any:
+    """Outputs of a request for exactly `tokens` tokens, each with all that was sampled until then."""
     from vllm import SamplingParams
     from vllm.inputs import tokens_input
 
     params = SamplingParams(max_tokens=tokens, temperature=1.0, ignore_eos=True, detokenize=False)
+    return engine.generate(tokens_input(prompt), params, request_id)
+
+
+async def sampled(engine: Any, request_id: str, prompt: list[int], tokens: int) -> list[int]:
+    """Prompt and what the engine sampled after it."""
     last: Any = None
-    async for output in engine.generate(tokens_input(prompt), params, request_id):
+    async for output in generation(engine, request_id, prompt, tokens):
         last = output
     return [*prompt, *last.outputs[0].token_ids]
 
@@ -152,23 +170,16 @@ async def test_after_a_weight_sync_routes_are_those_of_the_new_weights(worker: A
     server, _ = worker
     prompt = prompt_of(30, 100)
     before = independent(moe, prompt)
-    other = loaded(models.build("tiny-moe"))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, weight in other.named_parameters():
-            # As much as an optimiser step moves them would change too few routes to see.
-            weight.add_(0.03 * torch.randn(weight.shape, generator=generator) if "mlp" in name else 0.0)
-    folder = tmp_path / "v1"
-    publish(names_in_file(other, dict(other.named_parameters())), models.build("tiny-moe"), tmp_path, 1, torch.float32)
-    timings = await server.update_weights(str(folder), 1)
+    other = changed(tmp_path, 1)
+    timings = await server.update_weights(str(other.folder), 1)
     # One packed copy of the experts a layer, the embedding and the head; compared: each expert's three matrices too.
     assert timings["repacked"] >= LAYERS + 1 and timings["compared"] > LAYERS * 16 * 3
     ids = await sampled(server.engine, "after", prompt, 24)
     rows = await take_routes(server.engine, "after", 0, len(ids) - 1)
-    assert rows is not None and agreement(rows, independent(other, ids)[:-1]) >= SAME
+    assert rows is not None and agreement(rows, independent(other.model, ids)[:-1]) >= SAME
     assert agreement(rows[: len(prompt)], before) < 0.8
     (scores,) = await server.score([ids])
-    assert np.abs(np.array(scores) - scored(other, ids)).max() < 1e-3
+    assert np.abs(np.array(scores) - scored(other.model, ids)).max() < 1e-3
 
 
 def scored(model: Any, ids: list[int]) -> np.ndarray:
@@ -189,6 +200,36 @@ async def test_what_the_engine_does_alone_leaves_noise_for_experts(worker: Any, 
     await server.update_weights(str(folder), server.weight_version() + 1)
     (scores,) = await server.score([ids])
     assert np.abs(np.array(scores) - expected).max() < 1e-3
+
+
+async def test_a_call_that_straddles_a_sync_keeps_the_routes_it_was_sampled_with(
+    worker: Any, moe: Any, tmp_path: Path
+) -> None:
+    """It is computed again with the new weights; only what is sampled from then on has their routes."""
+    server, _ = worker
+    other = changed(tmp_path, server.weight_version() + 1)
+    begun, last = asyncio.Event(), []
+
+    async def call() -> None:
+        async for output in generation(server.engine, "straddles", prompt_of(50, 60), 180):
+            last[:] = [output]
+            if len(output.outputs[0].token_ids) >= 8:
+                begun.set()
+
+    live = asyncio.create_task(call())
+    await asyncio.wait_for(begun.wait(), 60)
+    await server.update_weights(str(other.folder), server.weight_version() + 1, straddle=True)
+    await asyncio.wait_for(live, 60)
+    first, second = last[0].outputs[0].weight_versions
+    assert (first.start, first.end, second.end) == (0, second.start, 180) and first.end >= 8
+    ids = [*prompt_of(50, 60), *last[0].outputs[0].token_ids]
+    rows = await take_routes(server.engine, "straddles", 0, len(ids) - 1)
+    # The last token that the old weights sampled was an input of the new ones.
+    boundary = 60 + first.end - 1
+    old, new = independent(moe, ids)[:-1], independent(other.model, ids)[:-1]
+    assert agreement(rows[:boundary], old[:boundary]) >= SAME and agreement(rows[boundary:], new[boundary:]) >= SAME
+    assert agreement(rows[:boundary], new[:boundary]) < 0.8
+    await server.update_weights(str(models.build("tiny-moe")), server.weight_version() + 1)
 
 
 async def test_packed_experts_that_are_not_the_files_are_found(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from workbench.finalizer.group import Assembly, FinalizationRequest, RolloutOutcome, assemble
+from workbench.finalizer.group import Assembly, assemble
+from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome
 from workbench.finalizer.parts import write_group
 from workbench.finalizer.rows import GroupRow
 from workbench.train.batch import token_logprobs

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from workbench.errors import RunStoreError, SetupError
-from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome, RowSummary
+from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome, RowSummary
 from workbench.gateway.client import ControlClient
 from workbench.ledger import assemble_receipt
 from workbench.runs.custody import ledger_files, rollout_of

@@ -15,7 +15,7 @@ from workbench.campaign.rollouts import AgentRunner, RolloutPlan
 from workbench.echo.calls import chain_of
 from workbench.echo.client import EchoClient
 from workbench.echo.finalizer import EchoFinalizer
-from workbench.finalizer.group import RolloutOutcome
+from workbench.finalizer.messages import RolloutOutcome
 from workbench.serving.sampling import SamplingPins
 from workbench.wire import Cause
 
@@ -39,7 +39,7 @@ class EchoPlayer(AgentRunner):
         total: float = 0.0
         components: dict[str, float] = {}
         if error is None and result is not None:
-            total, components, error = self._score(plan, result)
+            total, components, error = await self._scored(plan, result)
         response = result.response if result is not None else None
         self._finalizer.chains[rollout_id] = chain_of(echo.calls, str((response or {}).get("id")))
         return RolloutOutcome(

@@ -95,6 +95,9 @@ def read_left_off(run_dir: Path) -> LeftOff:
         for group_id, event in started.items()
         if group_id not in closed
     ]
+    # Their rejections are told again, with the line that is missing.
+    told_again = {group.group_id for group in open_groups if not group.recorded}
+    rejected = [e for e in events if e.get("kind") == "rollout_rejected" and e["group_id"] not in told_again]
     return LeftOff(
         steps_done=len(trained),
         unrecorded={step: groups for step, groups in sorted(trained.items()) if step not in step_lines},
@@ -103,7 +106,7 @@ def read_left_off(run_dir: Path) -> LeftOff:
         segments=max(1, kinds["started"]),
         replaced=kinds["group_replaced"],
         evicted=kinds["group_evicted"],
-        rejections=Counter(str(e["cause"]) for e in events if e.get("kind") == "rollout_rejected"),
+        rejections=Counter(str(event["cause"]) for event in rejected),
         unfinished_parts=[*_half_groups(run_dir), *_drafts(run_dir)],
     )
 

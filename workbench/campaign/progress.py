@@ -22,7 +22,7 @@ class ProgressLine:
         self._status_path = run_dir / "status.json"
         self._stream = stream
         self._live = stream.isatty()
-        self._began = time.monotonic()
+        self._began, self._since = time.monotonic(), time.time()
         self._shown: tuple[Any, ...] | None = None
         self._width = 0
 
@@ -55,7 +55,10 @@ class ProgressLine:
             status = orjson.loads(self._status_path.read_bytes())
         except (OSError, orjson.JSONDecodeError):
             return {}
-        return status if isinstance(status, dict) else {}
+        if not isinstance(status, dict):
+            return {}
+        # A run that is gone on with still has the last word of the process before.
+        return status if status.get("updated_at", self._since) >= self._since else {}
 
 
 def describe(status: dict[str, Any]) -> str:

@@ -22,7 +22,7 @@ from workbench.campaign.state import CampaignState
 from workbench.campaign.training import TrainPump
 from workbench.config import load_recipe
 from workbench.errors import RecipeError, RunStoreError, SetupError
-from workbench.finalizer.group import FinalizedGroup
+from workbench.finalizer.messages import FinalizedGroup
 from workbench.finalizer.metrics import pool_metrics
 from workbench.finalizer.stored import read_group
 from workbench.recipe_schema import Recipe
@@ -40,12 +40,18 @@ _SECTIONS_MAY_CHANGE = ("checkpoint.", "deadlines.", "data_plane.", "ray.")
 def resumable(run_dir: Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe to go on with, the run's own with `overrides`; reads only.
 
-    Raises RunStoreError where there is no run, one that is being written, or a damaged one; SetupError for a run that
-    has taken all its steps; RecipeError for an override of what must stay.
+    Raises RunStoreError where there is no run, one that is being written, or a damaged one; SetupError for a served run
+    and one that has taken all its steps; RecipeError for an override of what must stay.
     """
-    state, _ = runs.open(run_dir).campaign.select("state", "error").row(0)
+    run = runs.open(run_dir)
+    state, _ = run.campaign.select("state", "error").row(0)
     if state == "running":
         raise RunStoreError(f"{run_dir} is still running: another process writes it. Next: wait for it, or stop it.")
+    if run.status.get("command") == "serve":
+        raise SetupError(
+            f"{run_dir} is a served run: nothing is trained in it, so there is nothing to go on with. Next: workbench "
+            f"serve RECIPE begins another one, workbench inspect {run_dir} shows this one"
+        )
     if not (run_dir / "recipe.yaml").exists():
         raise RunStoreError(f"{run_dir} has no recipe.yaml, so it cannot be known what to go on with.")
     before, recipe = load_recipe(run_dir / "recipe.yaml"), load_recipe(run_dir / "recipe.yaml", overrides)

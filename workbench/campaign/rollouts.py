@@ -11,21 +11,26 @@ Not here: which calls are captured (gateway, policy worker), tokens (finalizer),
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
+import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import openai
 
 from workbench.campaign.environments import AgentResult, Environment, Task
 from workbench.errors import LedgerCorrupt
-from workbench.finalizer.group import RolloutOutcome
+from workbench.finalizer.messages import RolloutOutcome
 from workbench.gateway.client import ControlClient
 from workbench.ledger.receipts import OnNoWitness, assemble_receipt
 from workbench.wire import Cause, RolloutManifest
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class RolloutPlan:
 class AgentRunner(ABC):
     """Runs agents against one gateway and scores what they leave behind; how a rollout is closed is its subclass's.
 
-    `timeout_s` bounds one agent from its first request to its last.
+    `timeout_s` bounds one agent from its first request to its last, and then its reward.
     """
 
     def __init__(
@@ -81,8 +86,16 @@ class AgentRunner(ABC):
             base_url=f"{self._gateway_url}{path}", api_key="unused", http_client=self._http, max_retries=0
         )
 
-    def _score(self, plan: RolloutPlan, result: AgentResult) -> tuple[float, dict[str, float], str | None]:
+    async def _scored(self, plan: RolloutPlan, result: AgentResult) -> tuple[float, dict[str, float], str | None]:
         """(reward, its parts, None), or (0, {}, one sentence saying why this rollout cannot be scored)."""
+        # In a thread: a reward is code that we did not write, and all other rollouts wait for this loop. In one of its
+        # own: a reward that never comes back would keep one of the few that the loop's other work needs.
+        try:
+            return await asyncio.wait_for(_in_own_thread(lambda: self._score(plan, result)), self._timeout_s)
+        except TimeoutError:
+            return 0.0, {}, f"its reward did not come within rollouts.timeout_s={self._timeout_s:g}"
+
+    def _score(self, plan: RolloutPlan, result: AgentResult) -> tuple[float, dict[str, float], str | None]:
         try:
             reward = self._environment.reward(plan.task, result)
             total = float(reward.total)
@@ -144,8 +157,7 @@ class RolloutPlayer(AgentRunner):
         total: float = 0.0
         components: dict[str, float] = {}
         if error is None and result is not None:
-            # In a thread: a reward is code that we did not write, and all other rollouts wait for this loop.
-            total, components, error = await asyncio.to_thread(self._score, plan, result)
+            total, components, error = await self._scored(plan, result)
         receipt = assemble_receipt(
             manifest,
             rollout_id=rollout_id,
@@ -166,3 +178,29 @@ class RolloutPlayer(AgentRunner):
             reward_components=components,
             duration_s=time.monotonic() - started,
         )
+
+
+def _in_own_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """What `work()` returns or raises; the thread ends with the process where it has not ended before."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return  # nobody waits any more
+        if error is None:
+            future.set_result(value)  # type: ignore[arg-type]
+        else:
+            future.set_exception(error)
+
+    def body() -> None:
+        value, error = None, None
+        try:
+            value = work()
+        except BaseException as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=body, name="workbench-reward", daemon=True).start()
+    return future

@@ -102,7 +102,10 @@ def tell(result: NotebookResult) -> int:
             how = f"was {what}"  # … stopped by SIGINT
         else:
             how = f"failed: {result.outcome.error_name}: {what}"
-        print(f"workbench: the run {how}; see {result.notebook}", file=sys.stderr)
+        run_dir = result.notebook.parent
+        begun = (run_dir / "steps.jsonl").exists()
+        further = f"; to go on with it: workbench resume {run_dir}" if begun else ""
+        print(f"workbench: the run {how}; see {result.notebook}{further}", file=sys.stderr)
     return result.exit_code
 
 

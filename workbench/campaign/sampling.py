@@ -22,7 +22,7 @@ from workbench.campaign.left_off import NOTHING_YET, LeftOff, OpenGroup
 from workbench.campaign.rollouts import AgentRunner, RolloutPlan
 from workbench.campaign.state import CampaignState
 from workbench.errors import GroupsDropped, ReplayBufferError, RunStoreError, WorkbenchError
-from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome
+from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome
 from workbench.finalizer.rows import clear_rows
 from workbench.finalizer.stored import read_group
 from workbench.train.buffer import Discarded
@@ -109,7 +109,7 @@ class RolloutPump:
     async def _publish_again(self, step: int, left: OpenGroup) -> bool:
         """Bring a group back that is stored already; nothing of it is sampled again."""
         state = self._state
-        await state.supply.reserve(left.group_id, left.rollout_ids, left.weight_version)
+        await state.supply.reserve(left.group_id, left.rollout_ids, lambda: left.weight_version)
         try:
             with state.watch.doing(left.group_id, "publishing again"):
                 stored = await asyncio.to_thread(read_group, state.fleet.run_dir, left.group_id)
@@ -136,8 +136,8 @@ class RolloutPump:
             for index in range(train.rollouts_per_group)
         ]
         rollout_ids = [plan.rollout_id for plan in plans]
-        await state.supply.reserve(group_id, rollout_ids, state.weights.version)
-        version = state.weights.version
+        # Of the moment in which there is room: the weights may have moved on since the wait for it began.
+        version = await state.supply.reserve(group_id, rollout_ids, lambda: state.weights.version)
         began = time.monotonic()
         state.writer.event(
             "group_started",
@@ -206,7 +206,9 @@ class RolloutPump:
 
     async def _play(self, plan: RolloutPlan) -> RolloutOutcome:
         async with self._agents:
-            return await self._player.play(plan)
+            outcome = await self._player.play(plan)
+        self._state.watch.moved()
+        return outcome
 
     def _record(self, step: int, task_seed: int, group: FinalizedGroup, sampled_s: float | None) -> None:
         writer = self._state.writer

@@ -29,7 +29,7 @@ from workbench.campaign.fleet import Fleet
 from workbench.campaign.processes import end_marked
 from workbench.config import Recipe
 from workbench.errors import RunStoreError, WorkbenchError
-from workbench.finalizer.group import FinalizationRequest, FinalizedGroup
+from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup
 from workbench.places import MARK
 from workbench.runs.vocabulary import load_vocabulary
 from workbench.runs.writer import RunWriter, atomic_file

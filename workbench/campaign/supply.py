@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
-from workbench.finalizer.group import FinalizedGroup
+from workbench.finalizer.messages import FinalizedGroup
 from workbench.train.buffer import Discarded, Entry, ReplayBuffer
 
 
@@ -38,12 +38,14 @@ class Supply:
         ready = (set(entry.rollout_ids) for entry in self.buffer.groups("ready"))
         return set[str]().union(*self._in_play.values(), *ready, *self._in_training.values())
 
-    async def reserve(self, group_id: str, rollout_ids: Sequence[str], weight_version: int) -> None:
-        """Wait for room, then reserve it."""
+    async def reserve(self, group_id: str, rollout_ids: Sequence[str], weight_version: Callable[[], int]) -> int:
+        """Wait for room, then reserve it at the version that `weight_version` gives then, which is returned."""
         async with self._changed:
             await self._changed.wait_for(lambda: self.buffer.free > 0)
-            self.buffer.reserve(group_id, rollout_ids, weight_version)
+            version = weight_version()
+            self.buffer.reserve(group_id, rollout_ids, version)
             self._in_play[group_id] = set(rollout_ids)
+        return version
 
     async def commit(self, group: FinalizedGroup, weight_version: int) -> bool:
         """Make a reserved group ready; False when it was discarded meanwhile."""

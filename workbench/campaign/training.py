@@ -41,14 +41,14 @@ class TrainPump:
         keys = [key for group in taken for key in group.train_keys]
         state.writer.status_soon(phase="training", step=step)
         began = time.monotonic()
-        with state.watch.doing(f"step {step}", "training"):
+        with state.watch.doing(f"step {step}", "training", bounded=True):
             trained = await within(
                 state.fleet.trainer.train_step.remote(step, keys), train.timeout_s, "the trainer", f"step {step}"
             )
         state.supply.trained(taken)
         trained_s = time.monotonic() - began
         state.watch.moved()
-        with state.watch.doing(f"step {step}", "weight sync"):
+        with state.watch.doing(f"step {step}", "weight sync", bounded=True):
             synced = await state.weights.advance(step)
         measured = trained | synced | {"groups_evicted": evicted}
         self._record(step, taken, measured, waited_s=waited_s, trained_s=trained_s)
@@ -60,7 +60,7 @@ class TrainPump:
         """Have the trainer write a checkpoint of `step`, its last one; groups are sampled meanwhile."""
         state, recipe = self._state, self._state.recipe
         saving = state.fleet.trainer.save_checkpoint.remote(step, recipe.checkpoint.keep)
-        with state.watch.doing(f"step {step}", "checkpoint"):
+        with state.watch.doing(f"step {step}", "checkpoint", bounded=True):
             saved = await within(saving, recipe.train.timeout_s, "the trainer", f"the checkpoint of step {step}")
         state.watch.moved()
         state.writer.event("checkpoint", step=step, seconds=saved["seconds"])

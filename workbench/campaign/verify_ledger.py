@@ -16,7 +16,7 @@ from typing import Any
 
 from workbench.campaign.verify_report import VerifyReport
 from workbench.errors import LedgerCorrupt, RunStoreError
-from workbench.finalizer.group import RolloutOutcome
+from workbench.finalizer.messages import RolloutOutcome
 from workbench.ledger.resolve import CustodyRow, FailureRow
 from workbench.ledger.rows import parse_row
 from workbench.runs.custody import SUFFIX

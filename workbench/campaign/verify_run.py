@@ -26,9 +26,11 @@ from workbench.campaign.verify_report import VerifyReport
 from workbench.echo.finalizer import ECHOED, stored_chains
 from workbench.echo.rows import assemble_echo
 from workbench.errors import RunStoreError, StagingError, WireError
-from workbench.finalizer.group import FinalizationRequest, RolloutOutcome, Staged, assemble
+from workbench.finalizer.group import assemble
+from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome
 from workbench.finalizer.parts import call_records, row_records
 from workbench.finalizer.routes import RouteDims, RoutePlan, RouteSettings
+from workbench.finalizer.verdicts import Staged
 from workbench.runs.frames import read_lines, read_parts
 from workbench.runs.schema import columns
 from workbench.runs.staged import staged_call

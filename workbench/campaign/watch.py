@@ -37,6 +37,7 @@ class Watch:
         self.last_in_flight = ""
         """What was in flight when the first thing failed; empty as long as nothing has."""
         self._stall_timeout_s = stall_timeout_s
+        self._bounded: set[str] = set()
         self._last_moved = time.monotonic()
         self._lags_s: deque[tuple[float, float]] = deque(maxlen=_LAGS_KEPT)
 
@@ -45,9 +46,14 @@ class Watch:
         self._last_moved = time.monotonic()
 
     @contextlib.contextmanager
-    def doing(self, what: str, doing: str) -> Iterator[None]:
-        """`what` is in flight inside the block; set `in_flight[what]` there when what is being done changes."""
+    def doing(self, what: str, doing: str, *, bounded: bool = False) -> Iterator[None]:
+        """`what` is in flight inside the block; set `in_flight[what]` there when what is being done changes.
+
+        `bounded`: every wait in the block has a deadline of its own, so that however long it takes it is no stall.
+        """
         self.in_flight[what] = doing
+        if bounded:
+            self._bounded.add(what)
         try:
             yield
         except BaseException:
@@ -55,6 +61,7 @@ class Watch:
             raise
         finally:
             self.in_flight.pop(what, None)
+            self._bounded.discard(what)
 
     def described(self) -> str:
         """What is in flight, for a sentence."""
@@ -78,11 +85,12 @@ class Watch:
         return ComponentDied(f"{'; '.join(dead)}; in flight: {in_flight}.") if dead else None
 
     async def until_stalled(self) -> None:
-        """Runs until nothing has moved for `rollouts.stall_timeout_s` and then raises DeadlineExceeded."""
+        """Runs until nothing has moved for `rollouts.stall_timeout_s` and then raises DeadlineExceeded. A step, a
+        weight sync or a checkpoint may take longer: they are held to deadlines of their own."""
         limit_s = self._stall_timeout_s
         while True:
             await asyncio.sleep(min(1.0, limit_s / 4))
-            if time.monotonic() - self._last_moved > limit_s:
+            if not self._bounded and time.monotonic() - self._last_moved > limit_s:
                 raise DeadlineExceeded(
                     f"nothing has moved for {limit_s:g} s (rollouts.stall_timeout_s); in flight: {self.described()}."
                 )

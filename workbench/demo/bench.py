@@ -26,7 +26,8 @@ import uvicorn
 from workbench import runs
 from workbench.capture.staging import MemorySink
 from workbench.errors import StagingError
-from workbench.finalizer.group import FinalizationRequest, RolloutOutcome, RowSummary, assemble
+from workbench.finalizer.group import assemble
+from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome, RowSummary
 from workbench.finalizer.parts import write_group
 from workbench.gateway.app import Gateway
 from workbench.gateway.client import ControlClient

@@ -26,7 +26,8 @@ from workbench.capture.routes import align_routes
 from workbench.capture.staged_row import unpack
 from workbench.capture.staging import MemorySink
 from workbench.demo.bench import TOKENIZER
-from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, RolloutOutcome, assemble
+from workbench.finalizer.group import assemble
+from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome
 from workbench.finalizer.parts import write_group
 from workbench.finalizer.routes import RouteSettings
 from workbench.finalizer.rows import pack_row

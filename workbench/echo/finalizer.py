@@ -18,7 +18,8 @@ import numpy as np
 from workbench.echo.calls import EchoedCall
 from workbench.echo.rows import assemble_echo
 from workbench.errors import FinalizerError
-from workbench.finalizer.group import Assembly, FinalizationRequest, FinalizedGroup
+from workbench.finalizer.group import Assembly
+from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup
 from workbench.finalizer.parts import write_parts
 from workbench.finalizer.rows import clear_rows, publish_rows
 from workbench.runs.frames import read_parts

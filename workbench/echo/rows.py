@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from workbench.echo.calls import EchoedCall
-from workbench.finalizer.group import Assembly, FinalizationRequest, Rejection, RolloutOutcome, build_group
+from workbench.finalizer.group import Assembly, build_group
+from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome
+from workbench.finalizer.verdicts import Rejection
 from workbench.finalizer.verify import LinearizedRow
 from workbench.wire import Cause
 

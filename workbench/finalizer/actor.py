@@ -29,7 +29,8 @@ from workbench.capture.staging import TransferQueueSource
 from workbench.dataplane import connect, drain_clears
 from workbench.errors import FinalizerError, WorkbenchError
 from workbench.finalizer.bos import bos_of
-from workbench.finalizer.group import FinalizationRequest, FinalizedGroup, assemble
+from workbench.finalizer.group import assemble
+from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup
 from workbench.finalizer.parts import write_group
 from workbench.finalizer.routes import RouteDims, RouteSettings
 from workbench.finalizer.rows import Columns, GroupRow, clear_rows, publish_rows, published_rows

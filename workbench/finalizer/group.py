@@ -4,21 +4,19 @@
 
 A rollout that does not verify becomes a placeholder: no vote, and its prompt is borrowed from the first valid sibling,
 else the carry of a verified staged root of the group, else one BOS token.
-Invariants: N rows come out of N rollouts, whatever happened to them; a rejected rollout has one primary cause, which
-for `rollout_failed` and `capture_poisoned` is the receipt's own reason; one bad rollout changes nothing in a sibling.
-Not here: fetching, publishing, storing (actor), the checks of one rollout (verify), what the numbers mean (metrics).
+Invariants: N rows come out of N rollouts, whatever happened to them; one bad rollout changes nothing in a sibling.
+Not here: fetching, publishing, storing (actor), what one rollout is worth (verdicts), what numbers mean (metrics).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from workbench.errors import FinalizerError, ReceiptRejected, StagingError, WireError
+from workbench.errors import FinalizerError, WireError
+from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome, RowSummary
 from workbench.finalizer.metrics import GroupMetrics, group_metrics
 from workbench.finalizer.routes import (
     RouteDims,
@@ -30,106 +28,10 @@ from workbench.finalizer.routes import (
     plan_routes,
 )
 from workbench.finalizer.rows import GroupRow
-from workbench.finalizer.spans import sampling_of, version_spans
-from workbench.finalizer.verify import LinearizedRow, verify_and_linearize
-from workbench.wire import Cause, ManifestFailure, RolloutReceipt, StagedCall, extras_digest
-from workbench.wire.extras import ROUTED_EXPERTS
-
-Staged = Mapping[str, StagedCall | StagingError]
-
-_CAUSES = frozenset(cause.value for cause in Cause)
-
-
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class RolloutOutcome(_Message):
-    """One rollout as the controller saw it end.
-
-    `receipt` None means that none was assembled, `failure` then says why; `failures` are the manifest's calls without a
-    custody row, which a receipt does not carry. `reward` and its parts are the environment's.
-    """
-
-    rollout_id: str
-    index: int = Field(ge=0)
-    task_id: str | None = None
-    receipt: RolloutReceipt | None = None
-    failures: list[ManifestFailure] = Field(default_factory=list)
-    failure: Cause | None = None
-    detail: str | None = None
-    reward: float = Field(default=0.0, allow_inf_nan=False)
-    reward_components: dict[str, float] = Field(default_factory=dict)
-    duration_s: float | None = None
-
-
-class FinalizationRequest(_Message):
-    """A group to finalise: ids, receipts, rewards, versions; never a tensor. `rollouts` are put in index order."""
-
-    group_id: str
-    weight_version: int
-    rollouts: list[RolloutOutcome] = Field(min_length=1)
-
-    @model_validator(mode="after")
-    def _n_distinct_rollouts(self) -> Self:
-        self.rollouts.sort(key=lambda rollout: rollout.index)
-        indexes = [rollout.index for rollout in self.rollouts]
-        if indexes != list(range(len(indexes))):
-            raise ValueError(f"group {self.group_id}: expected one rollout an index 0..N-1, got indexes {indexes}")
-        if len({rollout.rollout_id for rollout in self.rollouts}) != len(self.rollouts):
-            raise ValueError(f"group {self.group_id}: two rollouts have the same id")
-        return self
-
-    def staging_keys(self) -> list[str]:
-        """Keys of every recorded call, side branches too, in index and manifest order."""
-        return [r.staging_key for o in self.rollouts if o.receipt is not None for r in o.receipt.manifest]
-
-
-class RowSummary(_Message):
-    """One published row without its tokens; `placeholder` says where a placeholder's prompt is from."""
-
-    rollout_id: str
-    index: int
-    task_id: str | None
-    sample_mask: int
-    reward: float
-    prompt_len: int
-    tokens: int
-    sampled_tokens: int
-    weight_version_min: int | None
-    weight_version_max: int | None
-    terminal_selection: str | None
-    placeholder: str | None = None
-    cause: Cause | None = None
-    detail: str | None = None
-    call_id: str | None = None
-    position: int | None = None
-    duplicate_of: str | None = None
-
-
-class FinalizedGroup(_Message):
-    """What the controller gets back. `train_keys` are N keys in index order; an empty list means that the group left by
-    its one exit, `exit_cause`, and must be replaced. `timings_s`: fetch, verify, publish, store, clear."""
-
-    group_id: str
-    weight_version: int
-    train_keys: list[str]
-    rows: list[RowSummary]
-    metrics: GroupMetrics
-    timings_s: dict[str, float] = Field(default_factory=dict)
-    exit_cause: Cause | None = None
-
-    def store_record(self) -> dict[str, Any]:
-        """The line for groups.jsonl: the columns of table `groups`, and the rows' summaries."""
-        return {
-            "group_id": self.group_id,
-            "task_id": self.rows[0].task_id if self.rows else None,
-            "weight_version": self.weight_version,
-            **self.metrics.model_dump(mode="json"),
-            **self.metrics.rates(),
-            **{f"{name}_s": seconds for name, seconds in self.timings_s.items()},
-            "rollouts": [row.model_dump(mode="json") for row in self.rows],
-        }
+from workbench.finalizer.spans import sampling_of
+from workbench.finalizer.verdicts import Rejection, Staged, own_calls, verdict_of
+from workbench.finalizer.verify import LinearizedRow
+from workbench.wire import Cause, StagedCall
 
 
 @dataclass(frozen=True)
@@ -145,16 +47,6 @@ class Assembly:
     """Shape of a token's routes, once it is known; None without router replay."""
 
 
-@dataclass(frozen=True)
-class Rejection:
-    """Why a rollout has no vote: one primary cause, and where known the call and the token position."""
-
-    cause: Cause
-    detail: str
-    call_id: str | None = None
-    position: int | None = None
-
-
 def assemble(
     request: FinalizationRequest,
     staged: Staged,
@@ -168,7 +60,7 @@ def assemble(
     Nothing about one rollout raises: what is wrong with it is its placeholder's cause. FinalizerError where rows must
     have routes and no call of a group of valid ones has any.
     """
-    verdicts = [_verify(outcome, staged) for outcome in request.rollouts]
+    verdicts = [verdict_of(outcome, staged) for outcome in request.rollouts]
     plans: list[RoutePlan] | None = None
     if routes is not None:
         dims = dims or _dims(request, verdicts, staged)
@@ -182,7 +74,7 @@ def assemble(
     rows = [
         replace(row, route_plan=plan.as_json(), routes=fill_routes(plan, row.token_ids.size, fragments_of(own)))
         for row, plan, own in zip(
-            assembly.rows, plans, (_own_calls(outcome, staged) for outcome in request.rollouts), strict=True
+            assembly.rows, plans, (own_calls(outcome, staged) for outcome in request.rollouts), strict=True
         )
     ]
     metrics = group_metrics(request.rollouts, assembly.summaries, rows)
@@ -196,7 +88,7 @@ def _dims(
 ) -> RouteDims | None:
     """The shape of a token's routes as the verified rollouts tell it; None where there are none."""
     valid = [o for o, verdict in zip(request.rollouts, verdicts, strict=True) if isinstance(verdict, LinearizedRow)]
-    dims = next((dims for outcome in valid if (dims := dims_of(_own_calls(outcome, staged)))), None)
+    dims = next((dims for outcome in valid if (dims := dims_of(own_calls(outcome, staged)))), None)
     if dims is None and valid:
         raise FinalizerError(
             f"Group {request.group_id}: router replay is on, and no call of its {len(valid)} verified rollouts has "
@@ -218,7 +110,7 @@ def _plan(
     for outcome, verdict in zip(request.rollouts, verdicts, strict=True):
         plan = RoutePlan(dims, [])
         if isinstance(verdict, LinearizedRow):
-            plan = plan_routes(verdict, _own_calls(outcome, staged), dims)
+            plan = plan_routes(verdict, own_calls(outcome, staged), dims)
             if plan.faults and routes.missing == "reject":
                 span = plan.faults[0]
                 cause = Cause(span.fault or Cause.ROUTE_MISSING)
@@ -227,11 +119,6 @@ def _plan(
         judged.append(verdict)
         plans.append(plan)
     return judged, plans
-
-
-def _own_calls(outcome: RolloutOutcome, staged: Staged) -> list[StagedCall]:
-    records = outcome.receipt.manifest if outcome.receipt else []
-    return [call for record in records if isinstance(call := staged[record.staging_key], StagedCall)]
 
 
 def build_group(
@@ -278,61 +165,6 @@ def build_group(
     return Assembly(rows, summaries, group_metrics(request.rollouts, summaries))
 
 
-def _verify(outcome: RolloutOutcome, staged: Staged) -> LinearizedRow | Rejection:
-    receipt = outcome.receipt
-    if receipt is None:
-        cause = outcome.failure or Cause.MISSING_RECEIPT
-        return Rejection(cause, outcome.detail or cause.explanation)
-    if receipt.rollout_id != outcome.rollout_id:
-        detail = f"the receipt that came for rollout {outcome.rollout_id} is that of {receipt.rollout_id}"
-        return Rejection(Cause.IDENTITY_MISMATCH, detail)
-    if outcome.failure is not None and not receipt.capture_poisoned:
-        return Rejection(outcome.failure, outcome.detail or outcome.failure.explanation)
-    answers = [staged[record.staging_key] for record in receipt.manifest]
-    calls = [answer for answer in answers if isinstance(answer, StagedCall)]
-    try:
-        row = verify_and_linearize(receipt, calls)
-        _check_extras(calls)
-        return replace(row, weight_version_spans=version_spans(row, calls))
-    except ReceiptRejected as error:
-        if error.cause == Cause.ROW_COUNT_MISMATCH:
-            # Rows are missing because they could not be read: that is the cause, and the key says which call.
-            for record, answer in zip(receipt.manifest, answers, strict=True):
-                if isinstance(answer, StagingError):
-                    return Rejection(Cause(answer.cause), str(answer), record.model_call_id)
-        return _primary(error, outcome, receipt)
-
-
-def _check_extras(calls: list[StagedCall]) -> None:
-    # The call digest covers the extras' digest only, so the extras themselves are checked where they are read.
-    for call in calls:
-        try:
-            right = call.extras is None or extras_digest(call.extras) == call.extras_digest
-        except WireError as error:
-            raise ReceiptRejected(Cause.INVALID_SNAPSHOT, call_id=call.model_call_id, detail=str(error)) from error
-        if not right:
-            with_routes = ROUTED_EXPERTS in (call.extras or {})
-            cause = Cause.ROUTE_DIGEST_MISMATCH if with_routes else Cause.CORRUPT_DIGEST
-            what = "extras, routed experts among them," if with_routes else "extras"
-            detail = f"its {what} do not give the extras digest {call.extras_digest}"
-            raise ReceiptRejected(cause, call_id=call.model_call_id, detail=detail)
-
-
-def _primary(error: ReceiptRejected, outcome: RolloutOutcome, receipt: RolloutReceipt) -> Rejection:
-    """The one cause that is counted: behind a poisoned or failed receipt stands the reason it was poisoned for."""
-    cause = Cause(error.cause)
-    if cause not in (Cause.ROLLOUT_FAILED, Cause.CAPTURE_POISONED):
-        return Rejection(cause, error.detail or cause.explanation, error.call_id, error.position)
-    reason = receipt.failure_reason or ""
-    if reason in _CAUSES:
-        cause, reason = Cause(reason), ""
-    # The failed call that poisoned it, where it was one: its detail is the worker's typed cause.
-    failed = next((failure for failure in outcome.failures if failure.reason == cause), None)
-    agent = outcome.detail if outcome.failure is not None or receipt.terminal_attribution_reason is None else None
-    said = reason or (failed.detail if failed else None) or agent or receipt.terminal_attribution_reason
-    return Rejection(cause, said or cause.explanation, failed.model_call_id if failed else None)
-
-
 def _placeholder_prompt(
     request: FinalizationRequest, verdicts: list[LinearizedRow | Rejection], staged: Staged, bos_token_id: int
 ) -> tuple[np.ndarray, str]:
@@ -376,7 +208,7 @@ def _group_row(
         weight_versions=list(row.weight_versions),
         weight_version_spans=[list(span) for span in row.weight_version_spans],
         link_spans=[list(span) for span in row.link_spans],
-        sampling=sampling_of(row, _own_calls(outcome, staged)),
+        sampling=sampling_of(row, own_calls(outcome, staged)),
         cause=verdict.cause.value if isinstance(verdict, Rejection) else None,
         token_ids=row.token_ids,
         token_mask=row.token_mask.astype(np.uint8),

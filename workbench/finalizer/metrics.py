@@ -22,7 +22,7 @@ from workbench.finalizer.routes import RoutePlan, route_counts
 from workbench.wire import Cause
 
 if TYPE_CHECKING:
-    from workbench.finalizer.group import FinalizedGroup, RolloutOutcome, RowSummary
+    from workbench.finalizer.messages import FinalizedGroup, RolloutOutcome, RowSummary
     from workbench.finalizer.rows import GroupRow
 
 

@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 
 from workbench.errors import FinalizerError
-from workbench.finalizer.group import Assembly, FinalizationRequest, RolloutOutcome, Staged
+from workbench.finalizer.group import Assembly
+from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome
+from workbench.finalizer.verdicts import Staged
 from workbench.runs.schema import columns
 from workbench.runs.staged import apart
 from workbench.runs.writer import dumps, write_lines, write_part

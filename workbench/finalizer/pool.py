@@ -13,21 +13,27 @@ Not here: what a finalizer does with a group (actor), how an actor is made (camp
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import psutil
+
 from workbench.actors import ActorLost, answer, as_coroutine, within
 from workbench.errors import ComponentDied, DeadlineExceeded, FinalizerError
-from workbench.finalizer.group import FinalizationRequest, FinalizedGroup
+from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup
 
 Report = Callable[..., None]
 """`report(kind, **fields)`: an event for the run's record."""
 
-_GONE_WITHIN_S = 5.0
+_GONE_WITHIN_S = 15.0
 _GONE_EVERY_S = 0.05
 _AGAIN_AFTER_S = 1.0
+# How long Ray lets an actor live that does not end itself when told to, and a little more.
+_RAY_KILLS_AFTER_S = 6.0
 
 
 @dataclass(eq=False)
@@ -36,6 +42,7 @@ class _Member:
 
     number: int
     actor: Any = None
+    process: psutil.Process | None = None  # of the actor; None: not up yet, or on another machine
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     in_hand: dict[str, None] = field(default_factory=dict)  # group ids, in the order they came
 
@@ -124,12 +131,12 @@ class FinalizerPool:
 
     async def _ask(self, method: str, message: dict[str, Any], group_id: str) -> FinalizedGroup:
         member = await self._idlest()
-        actor = member.actor
+        actor, process = member.actor, member.process
         member.in_hand[group_id] = None
         try:
             reply = await answer(getattr(actor, method).remote(message), self._timeout_s)
         except ActorLost as lost:
-            await self._retire(member, actor, lost)
+            await self._retire(member, actor, process, lost)
             raise
         finally:
             member.in_hand.pop(group_id, None)
@@ -143,8 +150,11 @@ class FinalizerPool:
                 raise self._failure
             return min((m for m in self._members if m.ready.is_set()), key=lambda m: (len(m.in_hand), m.number))
 
-    async def _retire(self, member: _Member, actor: Any, lost: ActorLost) -> None:
-        """Make sure that `actor` does nothing any more, and start another in its place. Returns when it is dead."""
+    async def _retire(self, member: _Member, actor: Any, process: psutil.Process | None, lost: ActorLost) -> None:
+        """Make sure that `actor` does nothing any more, and start another in its place. Returns when it is dead.
+
+        Raises DeadlineExceeded when it does not die: nobody else may have its groups then.
+        """
         if member.actor is actor:
             member.actor = None
             member.ready.clear()
@@ -152,7 +162,9 @@ class FinalizerPool:
             task = asyncio.create_task(self._replace(member))
             self._replacements.add(task)
             task.add_done_callback(self._replacements.discard)
-        await _until_dead(actor)
+        await _until_dead(actor, process, f"finalizer {member.number}")
+        if process is None and not lost.died:
+            await asyncio.sleep(_RAY_KILLS_AFTER_S)  # nobody here sees the end of a process on another machine
 
     async def _replace(self, member: _Member) -> None:
         began = time.monotonic()
@@ -179,28 +191,66 @@ class FinalizerPool:
             await asyncio.sleep(_AGAIN_AFTER_S)
 
     async def _bring_up(self, member: _Member, timeout_s: float) -> None:
-        actor = member.actor = self._start_actor(member.number)
+        actor, name = self._start_actor(member.number), f"finalizer {member.number}"
+        member.actor, member.process = actor, None
         try:
-            await within(actor.ready.remote(timeout_s), timeout_s, f"finalizer {member.number}", "starting")
+            await within(actor.ready.remote(timeout_s), timeout_s, name, "starting")
+            member.process = await within(_process_of(actor), timeout_s, name, "starting")
         except Exception:
             member.actor = None
-            await _until_dead(actor)
+            with contextlib.suppress(DeadlineExceeded):  # it has no group that another one might get
+                await _until_dead(actor, None, name)
             raise
         async with self._changed:
             member.ready.set()
             self._changed.notify_all()
 
 
-async def _until_dead(actor: Any) -> None:
-    """Kill an actor and wait until Ray says that it is dead; at most a few seconds, Ray's kill does not miss."""
+async def _process_of(actor: Any) -> psutil.Process | None:
+    """The process behind an actor; None where it is on another machine."""
+    import ray
+
+    node, pid = await actor.__ray_call__.remote(_whereabouts)
+    if node != ray.get_runtime_context().get_node_id():
+        return None
+    try:
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None  # dead again; whoever asks it for something hears so
+
+
+def _whereabouts(_: Any) -> tuple[str, int]:
+    import ray
+
+    return ray.get_runtime_context().get_node_id(), os.getpid()
+
+
+async def _until_dead(actor: Any, process: psutil.Process | None, name: str) -> None:
+    """Kill an actor and wait until Ray says that it is dead, and until its `process` is gone, which is another matter:
+    of one that does not listen, because it is stopped or waits for a disk, Ray says so some seconds earlier."""
     import ray
 
     await asyncio.to_thread(ray.kill, actor)
+    if process is not None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
     deadline = time.monotonic() + _GONE_WITHIN_S
-    while time.monotonic() < deadline:
-        try:
-            await answer(actor.__ray_ready__.remote(), _GONE_WITHIN_S)
-        except ActorLost as lost:
-            if lost.died:
-                return
+    while not (await _said_dead(actor) and (process is None or _is_gone(process))):
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"{name} was killed and is not dead after {_GONE_WITHIN_S:g} s")
         await asyncio.sleep(_GONE_EVERY_S)
+
+
+async def _said_dead(actor: Any) -> bool:
+    try:
+        await answer(actor.__ray_ready__.remote(), _GONE_WITHIN_S / 3)
+    except ActorLost as lost:
+        return lost.died
+    return False
+
+
+def _is_gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -8,7 +8,7 @@ in the row, in deferred mode whoever consumes the row fetches the fragments then
 Invariants: a plan's spans tile its row, root first; a fragment is only ever read where its call's extras give the
 digest that was committed; both modes give the same array.
 Coverage is counted over positions whose logits enter the loss: those before a sampled token.
-Not here: whether the extras are the committed ones (group), forcing a model to take the routes (train.replay).
+Not here: whether the extras are the committed ones (verdicts), forcing a model to take the routes (train.replay).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ import numpy as np
 import orjson
 
 from workbench.errors import RunStoreError
-from workbench.finalizer.group import FinalizedGroup, RolloutOutcome, RowSummary
+from workbench.finalizer.messages import FinalizedGroup, RolloutOutcome, RowSummary
 from workbench.finalizer.metrics import group_metrics
 from workbench.finalizer.routes import RoutePlan, fill_routes, fragment_of
 from workbench.finalizer.rows import GroupRow

@@ -6,9 +6,11 @@ needs Triton and so does not exist on a CPU. There this recorder stands in for i
 chose, and after each step the rows are given to the requests whose tokens they were.
 A token that the prefix cache answered for is not computed again; its route is read from the KV-cache slot it was
 computed into, which lives exactly as long as the cached keys and values do. So a cached prefix, a prompt in chunks and
-a preempted request give the same rows as an uncached one.
+a preempted request give the same rows as an uncached one. A call that straddles a weight sync is computed again with
+the new weights; its tokens keep the routes that they were sampled with.
 Row i is the route of token i as input: the last sampled token of a request has none.
-Invariant: a row is what the router chose, or -1 where nothing was recorded (a layer without experts).
+Invariant: a row is what the router chose when its token first went in, or -1 where nothing was recorded (a layer
+without experts).
 Not here: what is staged of it (`capture.routes`).
 """
 
@@ -78,11 +80,12 @@ class RouteRecorder:
 
     def _hand_over(self, request_id: str, place: int, position: int, rows: np.ndarray) -> None:
         held = self._requests.setdefault(request_id, _Rows(self.shape, self.dtype))
-        if position != held.length:
-            # A request's first step behind a cached prefix, or one that starts again after it was preempted.
-            known = self._by_slot[self._slots(place, 0, position)].astype(np.int64) - 1
-            held.write(0, known.astype(self.dtype))
-        held.write(position, rows)
+        if position > held.length:
+            # The first step behind a cached prefix.
+            known = self._by_slot[self._slots(place, held.length, position)].astype(np.int64) - 1
+            held.append(known.astype(self.dtype))
+        # What is computed again, by a request that was preempted, has its rows already.
+        held.append(rows[held.length - position :])
         self._by_slot[self._slots(place, position, position + len(rows))] = rows.astype(np.int64) + 1
 
     def _slots(self, place: int, start: int, end: int) -> np.ndarray:
@@ -108,11 +111,11 @@ class _Rows:
         self.rows = np.empty((64, *shape), dtype=dtype)
         self.length = 0
 
-    def write(self, position: int, rows: np.ndarray) -> None:
-        end = position + len(rows)
+    def append(self, rows: np.ndarray) -> None:
+        end = self.length + len(rows)
         if end > len(self.rows):
             grown = np.empty((max(end, 2 * len(self.rows)), *self.rows.shape[1:]), dtype=self.rows.dtype)
             grown[: self.length] = self.rows[: self.length]
             self.rows = grown
-        self.rows[position:end] = rows
+        self.rows[self.length : end] = rows
         self.length = end

@@ -58,7 +58,10 @@ def parse_serving_arguments(config: WorkerConfig) -> Any:
     arguments = serving_arguments(config)
     line = [text for name, value in arguments.items() for text in (f"--{name}", str(value))]
     line += ["--enforce-eager"] if config.enforce_eager else []
-    line += ["--enable-return-routed-experts"] if config.capture_routes and not records_routes_here() else []
+    line += ["--enable-return-routed-experts"] if config.capture_routes and not on_cpu() else []
+    # A prompt that is computed in pieces makes vLLM set a seeded request's generator back, which no CPU generator can:
+    # the engine dies of it.
+    line += ["--no-enable-chunked-prefill"] if config.sampling.seed is not None and on_cpu() else []
     line += ["--disable-log-stats", "--disable-uvicorn-access-log", "--disable-fastapi-docs"]
     parser = config.tool_call_parser or tools_as_text.register()
     line += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
@@ -72,8 +75,8 @@ def parse_serving_arguments(config: WorkerConfig) -> Any:
     return parsed
 
 
-def records_routes_here() -> bool:
-    """Whether routes come from our own recorder: on a CPU, where vLLM cannot return them (`expert_routes`)."""
+def on_cpu() -> bool:
+    """Whether vLLM runs on the CPU here; then it cannot return routes, and our own recorder does (`expert_routes`)."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())

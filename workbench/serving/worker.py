@@ -151,7 +151,7 @@ class PolicyServer:
         arguments = await asyncio.to_thread(vllm_runtime.parse_serving_arguments, config)
         self.engine = await asyncio.to_thread(vllm_runtime.start_engine, config, arguments)
         await self.engine.collective_rpc("workbench_die_with", args=(os.getpid(),))
-        if config.capture_routes and vllm_runtime.records_routes_here():
+        if config.capture_routes and vllm_runtime.on_cpu():
             await vllm_runtime.record_routes(self.engine)
             if self.capture is not None:
                 self.capture.take_routes = functools.partial(vllm_runtime.take_routes, self.engine)

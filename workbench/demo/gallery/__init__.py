@@ -31,7 +31,7 @@ from workbench.demo.gallery.calls import CUSTODY, DRIFT, STAGING, FaultySink
 from workbench.demo.gallery.damage import RECEIPTS, STORAGE, VERIFICATION
 from workbench.demo.gallery.exhibit import Case, Exhibit, Hand
 from workbench.demo.gallery.table import FamilyTable
-from workbench.finalizer.group import RolloutOutcome, RowSummary
+from workbench.finalizer.messages import RolloutOutcome, RowSummary
 from workbench.gateway.upstream import Acknowledgement
 from workbench.wire import Cause, StagedCall
 

@@ -16,7 +16,7 @@ import openai
 
 from workbench.capture.staging import MemorySink
 from workbench.demo.bench import Bench
-from workbench.finalizer.group import RolloutOutcome
+from workbench.finalizer.messages import RolloutOutcome
 from workbench.ledger import assemble_receipt
 from workbench.wire import CallRecord, Cause, RolloutManifest, StagedCall
 

@@ -1,0 +1,23 @@
+"""What vLLM is started with, as far as that keeps it from dying; no engine is started."""
+
+from __future__ import annotations
+
+import pytest
+
+from workbench import models
+from workbench.serving.vllm_runtime import on_cpu, parse_serving_arguments
+from workbench.serving.worker import WorkerConfig
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
+
+
+@pytest.mark.parametrize(("sampling", "expected"), [({}, None), ({"seed": 3}, False)])
+def test_where_calls_have_seeds_a_cpu_engine_computes_prompts_whole(sampling, expected):
+    """vLLM 0.32 dies of `CPU Generator does not use offset` where a seeded request's prompt comes in two pieces."""
+    if not on_cpu():
+        pytest.skip("GPU generators can be set back")
+    config = WorkerConfig(model_path=str(models.build("tiny")), sampling=sampling)
+    assert parse_serving_arguments(config).enable_chunked_prefill is expected
+    # Whoever knows better says so: further arguments come last.
+    forced = config.model_copy(update={"engine_arguments": ["--enable-chunked-prefill"]})
+    assert parse_serving_arguments(forced).enable_chunked_prefill is True
