@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -33,13 +34,15 @@ def running() -> Iterator[None]:
     """A Ray of this process's own, with a data plane in it."""
     import ray
 
+    directory = make_ray_directory()
     ray.init(
         address="local",
         num_cpus=8,
         include_dashboard=False,
         log_to_driver=False,
         configure_logging=False,
-        _temp_dir=str(make_ray_directory()),
+        _temp_dir=str(directory),
+        _system_config=dict(dataplane.AS_URGENT_AS_WE_ARE),
         runtime_env={"env_vars": dataplane.environment(), "py_executable": dataplane.interpreter()},
     )
     try:
@@ -48,6 +51,7 @@ def running() -> Iterator[None]:
         dataplane.stop()
     finally:
         ray.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def group(name: str, rollouts: int) -> tuple[FinalizationRequest, list[StagedCall]]:

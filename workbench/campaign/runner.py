@@ -38,6 +38,7 @@ from workbench.campaign.summary import Summary, summarise
 from workbench.errors import RunStoreError, SetupError
 from workbench.places import shipped
 from workbench.recipe_schema import RUN_NAME, Recipe
+from workbench.runs.gathered import gather
 from workbench.runs.writer import RunWriter, atomic_file, store_recipe
 
 #: How long a campaign may take to close its actors and its store after an interrupt before it is killed.
@@ -215,6 +216,7 @@ def _execute(
     seconds = time.monotonic() - began
     if live:
         _keep_vocabulary(run_dir)
+        gather(run_dir)
     summary = _write_summary(run_dir, target, outcome, seconds) if live else None
     return NotebookResult(target, html, outcome, _exit_code(outcome, execution.stop_signal), summary)
 

@@ -28,6 +28,7 @@ from workbench.runs import frames
 from workbench.runs.condition import is_being_written, read_recipe, read_status
 from workbench.runs.custody import known_calls, ledger_files, recorded_calls
 from workbench.runs.damage import in_short, torn_lines
+from workbench.runs.gathered import TABLES, Gathered
 from workbench.runs.staged import staged_call
 from workbench.runs.tokens import call_path_tokens, row_tokens, sampled_logprobs
 from workbench.runs.trained import trained_steps
@@ -72,6 +73,7 @@ class Run:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._cache: dict[str, tuple[Any, Any]] = {}
+        self._gathered = {table: Gathered(path, table) for table in TABLES}
 
     @property
     def name(self) -> str:
@@ -274,7 +276,7 @@ class Run:
     def _build_rollouts(self) -> pl.DataFrame:
         step_of = {row["group_id"]: row.get("step") for row in self._lines("groups")}
         seed_of = {row["group_id"]: row.get("task_seed") for row in self._lines("groups")}
-        stored = self._read("rows", frames.scalar_columns("rollouts"))
+        stored = self._gathered["rows"].read(self._parts("rows"))
         trained = trained_steps(self._parts("train"))
         return (
             stored.sort("group_id", "index")
@@ -287,7 +289,7 @@ class Run:
 
     def _build_calls(self) -> pl.DataFrame:
         stored: dict[str, dict[str, dict[str, Any]]] = {}
-        for row in self._read("calls", frames.scalar_columns("calls")).to_dicts():
+        for row in self._gathered["calls"].read(self._parts("calls")).to_dicts():
             stored.setdefault(row["rollout_id"], {})[row["model_call_id"]] = row
         recorded = recorded_calls(self.path / "ledger")
         group_of = self._groups_of_rollouts()

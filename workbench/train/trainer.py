@@ -7,7 +7,8 @@ bfloat16 copy (on a CPU with AVX-512 BF16 about twice as fast), gradients are su
 updates smaller than a bfloat16 step are not lost.
 With router replay the rows' experts are forced upon the model in both passes (replay).
 Invariants: a step trains exactly the rows asked for; rows are cleared only after the step's Parquet part is on disk;
-a batch of placeholders changes no weight. With one seed and thread count two runs are bit-identical.
+a batch of placeholders changes no weight. With one seed and thread count two runs are bit-identical; a mixture of
+experts needs one thread for that, because several add up its gradients in any order.
 With a KL penalty a second, frozen copy of the starting model is held: its parameters in `dtype` (SmolLM2-135M: 0.54 GB
 in float32, 0.27 in bfloat16), and one more forward pass without activations.
 Not here: which rows (buffer), who votes (votes), what is recorded (record), loading weights into the engine

@@ -1,0 +1,102 @@
+"""Gathered: the columns without token arrays of a run's many small parts, as one frame; each part is read once.
+
+    rows/*.parquet, calls/*.parquet ──read once each──▶ one frame, grown by what is new
+    at the run's end ──gather──▶ gathered/<table>.parquet, so that whoever opens it later reads one file
+Invariants: the parts are the truth. What was gathered counts only while each of its parts has the time and size that it
+had then; without the file, or with a changed part, parts are read again.
+Not here: which parts there are (reader), token arrays, which are read on demand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import orjson
+import polars as pl
+
+from workbench.errors import RunStoreError
+from workbench.runs import frames
+from workbench.runs.writer import atomic_file
+
+TABLES = ("rows", "calls")
+FROM_PARTS = 32
+"""Fewer parts than this are read as quickly as found."""
+
+_PARTS = b"workbench.parts"
+Signature = tuple[int, int]  # modified (ns), size (bytes)
+
+
+def scalar_columns(table: str) -> list[str]:
+    """The columns that are gathered of `table`."""
+    return frames.scalar_columns("rollouts" if table == "rows" else table)
+
+
+class Gathered:
+    """One table of one run; `read` is given the parts that there are now."""
+
+    def __init__(self, run_dir: Path, table: str) -> None:
+        self._file = run_dir / "gathered" / f"{table}.parquet"
+        self._table = table
+        self._known: dict[str, Signature] | None = None
+        self._frame = pl.DataFrame()
+
+    def read(self, paths: Sequence[Path]) -> pl.DataFrame:
+        """All rows of `paths`, new parts after old ones. Raises RunStoreError naming a part that cannot be read."""
+        there = {path.name: signature for path in paths if (signature := _signature(path)) is not None}
+        if self._known is None:
+            self._known, self._frame = _load(self._file, self._table)
+        if not self._known.items() <= there.items():
+            self._known, self._frame = {}, pl.DataFrame()
+        new = [path for path in paths if path.name in there and path.name not in self._known]
+        if new or not self._known:
+            found = frames.read_parts(self._table, new, scalar_columns(self._table))
+            self._frame = pl.concat([self._frame, found]) if self._known else found
+            self._known = there
+        return self._frame
+
+
+def gather(run_dir: Path) -> None:
+    """Write what `Gathered` would read, where there are many parts; parts that cannot be read are left as they are."""
+    for table in TABLES:
+        paths = sorted((run_dir / table).glob("*.parquet"))
+        if len(paths) < FROM_PARTS:
+            continue
+        known = {path.name: _signature(path) for path in paths}
+        with contextlib.suppress(RunStoreError, OSError):
+            frame = frames.read_parts(table, paths, scalar_columns(table))
+            _store(run_dir / "gathered" / f"{table}.parquet", frame, known)
+
+
+def _store(path: Path, frame: pl.DataFrame, known: dict[str, Signature | None]) -> None:
+    import pyarrow.parquet as pq
+
+    arrow = frame.to_arrow()
+    arrow = arrow.replace_schema_metadata({_PARTS: orjson.dumps(known)})
+    with atomic_file(path) as handle:
+        pq.write_table(arrow, handle, compression="zstd", write_page_checksum=True)
+
+
+def _load(path: Path, table: str) -> tuple[dict[str, Signature], pl.DataFrame]:
+    """What was gathered; nothing where there is no such file, or it cannot be read, or has other columns."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        arrow = pq.read_table(path, page_checksum_verification=True)
+        known = orjson.loads((arrow.schema.metadata or {})[_PARTS])
+        frame = pl.DataFrame(pl.from_arrow(arrow))
+    except (OSError, KeyError, ValueError, pa.ArrowException, pl.exceptions.PolarsError):
+        return {}, pl.DataFrame()
+    if dict(frame.schema) != dict(frames.read_parts(table, [], scalar_columns(table)).schema):
+        return {}, pl.DataFrame()
+    return {name: (signature[0], signature[1]) for name, signature in known.items()}, frame
+
+
+def _signature(path: Path) -> Signature | None:
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    return stat.st_mtime_ns, stat.st_size
