@@ -184,7 +184,7 @@ class FinalizerPool:
         """`_bring_up` until one stays: Ray still sends actors to a node that was lost just now, where they die."""
         while True:
             try:
-                return await self._bring_up(member, max(0.1, deadline - time.monotonic()))
+                return await self._bring_up(member, max(0.1, round(deadline - time.monotonic(), 1)))
             except ComponentDied:
                 if time.monotonic() + _AGAIN_AFTER_S > deadline:
                     raise
