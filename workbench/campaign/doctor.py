@@ -141,7 +141,7 @@ def heads(recipe: Recipe) -> Finding:
         divisors = ", ".join(str(part) for part in range(1, number + 1) if number % part == 0)
         found = f"{parts}, and the model has {number} attention heads"
         return Finding("engine.tensor_parallel", found, f"set it to one of {divisors}")
-    return Finding("engine.tensor_parallel", str(parts))
+    return Finding("engine.tensor_parallel", f"{parts}, of {number or 'unknown'} attention heads")
 
 
 def environment(recipe: Recipe) -> Finding:

@@ -31,6 +31,7 @@ Report = Callable[..., None]
 
 _GONE_WITHIN_S = 15.0
 _GONE_EVERY_S = 0.05
+_AGAIN_AFTER_S = 1.0
 # How long Ray lets an actor live that does not end itself when told to, and a little more.
 _RAY_KILLS_AFTER_S = 6.0
 
@@ -182,7 +183,7 @@ class FinalizerPool:
     async def _replace(self, member: _Member) -> None:
         began = time.monotonic()
         try:
-            await self._bring_up(member, self._replace_timeout_s)
+            await self._bring_up_again(member, began + self._replace_timeout_s)
         except Exception as error:
             async with self._changed:
                 if not self.actors:
@@ -192,6 +193,16 @@ class FinalizerPool:
         else:
             seconds = round(time.monotonic() - began, 3)
             self._report("finalizer_replaced", finalizer=member.number, seconds=seconds)
+
+    async def _bring_up_again(self, member: _Member, deadline: float) -> None:
+        """`_bring_up` until one stays: Ray still sends actors to a node that was lost just now, where they die."""
+        while True:
+            try:
+                return await self._bring_up(member, max(0.1, round(deadline - time.monotonic(), 1)))
+            except ComponentDied:
+                if time.monotonic() + _AGAIN_AFTER_S > deadline:
+                    raise
+            await asyncio.sleep(_AGAIN_AFTER_S)
 
     async def _bring_up(self, member: _Member, timeout_s: float) -> None:
         actor, name = self._start_actor(member.number), f"finalizer {member.number}"
