@@ -65,6 +65,7 @@ def before_a_run(recipe: Recipe, *, training: bool = True) -> Iterator[Finding]:
     yield from parsers(recipe)
     yield port("gateway.port", recipe.gateway.host, recipe.gateway.port)
     yield port("engine.port", "127.0.0.1", recipe.engine.port)
+    yield reports(recipe)
     yield model(recipe)
     if recipe.engine.tensor_parallel > 1:
         yield heads(recipe)
@@ -102,6 +103,16 @@ def logical_cpus(recipe: Recipe, *, training: bool = True) -> Finding:
     if recipe.ray.num_cpus < needed:
         return Finding("logical CPUs", found, f"set ray.num_cpus={needed}; they are slots, not processors")
     return Finding("logical CPUs", found)
+
+
+def reports(recipe: Recipe) -> Finding:
+    """Whether a run's directory can be made where the recipe wants it."""
+    place = Path(recipe.reports.dir).resolve()
+    there = next(path for path in (place, *place.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        shared = "" if recipe.ray.address == "local" else ", one that every node mounts under the same path"
+        return Finding("reports.dir", f"{place} cannot be written", f"set reports.dir to another directory{shared}")
+    return Finding("reports.dir", str(place))
 
 
 def cluster(recipe: Recipe) -> Finding:
