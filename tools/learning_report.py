@@ -79,7 +79,7 @@ def picture(learned: list[dict[str, Any]], controls: list[dict[str, Any]], path:
             label = f"seed {run['seed']}" if not shuffled else "shuffled advantages" if run is controls[0] else None
             axes.plot(steps, smooth, color=colour, label=label, linestyle="--" if shuffled else "-", linewidth=1.8)
         axes.set(xlabel="optimiser step", ylabel="mean reward", ylim=(0, 1), title="Reward of each step")
-        axes.legend(loc="lower right", labelcolor=INK)
+        axes.legend(loc="center right", labelcolor=INK)
         axes.grid(axis="y")
         figure.savefig(path, metadata={"Date": None})
 
