@@ -129,8 +129,8 @@ class RayCluster(Section):
     device: Literal["cpu", "gpu"] = "cpu"
     """What engines and trainer compute on. `gpu`: every process of an engine and every trainer rank takes one GPU."""
     placement: Literal["pack", "spread"] = "pack"
-    """Workers, finalizers and trainer ranks on as few nodes as hold them, or each on another node as far as there are
-    some."""
+    """All actors on as few nodes as hold them; or of each kind (workers, trainer ranks, finalizers) one a node as far
+    as there are nodes."""
     placement_timeout_s: Seconds = 60.0
     """How long the cluster may take to make room for all of them, nodes that come late included."""
 

@@ -149,6 +149,7 @@ class Running:
                 for name, actor in zip(fleet.policy.names, fleet.policy.actors, strict=True)
             },
             "trainer": fleet.trainer,
+            **fleet._further_ranks,
             **{f"finalizer {number}": actor for number, actor in enumerate(fleet.finalizers.actors)},
             **fleet._data_plane_actors,
         }

@@ -1,6 +1,7 @@
 """A run that is killed and resumed is the run that was never killed: same groups, same steps, same weights.
 
-Four starts of a whole scripted campaign, so it belongs to `make soak`; `make test` has test_catch_up, in one process.
+Four starts of a whole scripted campaign, so it belongs to `make soak`; `make test` has test_resume, where the
+run is stopped, not killed, and the Ray shared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Going on with a stopped run, in one process: the trainer is real, the worker and the data plane are stand-ins.
 
 All groups of the run are stored, so nothing is sampled; what is trained, recorded and saved is what a resumed run does.
-The same with every part real, and killed, is in test_resume.
+The same with every part real is in test_resume, and with every part real and killed in soak_resume.
 """
 
 from __future__ import annotations

@@ -133,6 +133,13 @@ def test_heads_that_cannot_be_split_are_refused_with_the_numbers_that_can(tiny_m
     assert doctor.heads(load_recipe("cpu_smoke", ["engine.tensor_parallel=2"])).good
 
 
+def test_a_directory_for_runs_that_cannot_be_made_is_refused_before_anything_starts(tmp_path):
+    (tmp_path / "file").write_text("")
+    bad = doctor.reports(load_recipe("ray_2node", [f"reports.dir={tmp_path}/file/reports"]))
+    assert "cannot be written" in bad.found and "every node mounts" in bad.cure
+    assert doctor.reports(load_recipe("cpu_smoke", [f"reports.dir={tmp_path}/new/deeper"])).good
+
+
 def test_a_cluster_that_is_not_there_is_refused_within_seconds(tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

@@ -88,11 +88,20 @@ class TestOfTheDataPlane:
         await kill_and_look(tmp_path, "TransferQueue's controller", "data_plane.storage_units=1")
 
 
-@pytest.mark.parametrize("part", ["gateway", "policy worker", "trainer"])
+@pytest.mark.parametrize(
+    ("part", "overrides"),
+    [
+        ("gateway", ()),
+        ("policy worker", ()),
+        ("trainer", ()),
+        ("policy worker 1", ("engine.workers=2",)),
+        ("trainer rank 1", ("train.ranks=2",)),
+    ],
+)
 async def test_a_dead_part_ends_the_run_in_time_with_its_name_and_nothing_left(
-    shared_plane: None, tmp_path: Path, part: str
+    shared_plane: None, tmp_path: Path, part: str, overrides: tuple[str, ...]
 ) -> None:
-    await kill_and_look(tmp_path, part)
+    await kill_and_look(tmp_path, part, *overrides)
 
 
 async def test_a_killed_finalizer_is_replaced_and_the_run_ends_whole(shared_plane: None, tmp_path: Path) -> None:

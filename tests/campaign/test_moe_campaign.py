@@ -104,6 +104,16 @@ def test_deferred_replay_trains_the_same(run_dir, tmp_path):
         assert deferred[name] == direct[name], name
 
 
+def test_a_step_taken_again_replays_the_stored_routes(run_dir):
+    """As a resumed campaign does after a checkpoint: from the run's files alone."""
+    config = {"model_path": "tiny-moe", "run_dir": str(run_dir)}
+    off = {
+        mode: Trainer(config | {"router_replay": mode}, MemoryRows([])).retake(1)["retaken_mean_abs_delta"]
+        for mode in ("direct", "deferred", "none")
+    }
+    assert off["direct"] < 1e-5 and off["deferred"] < 1e-5 < 1e-3 < off["none"], off
+
+
 def test_every_captured_call_has_one_route_a_token_but_the_last(run_dir):
     run = runs.open(run_dir)
     calls = 0

@@ -43,6 +43,8 @@ def test_parts_stand_on_both_nodes_and_both_workers_have_the_new_weights(seen: d
     for there in seen["standing"].values():
         assert sum(name.startswith("policy worker") for name in there) == 1
         assert sum("storage unit" in name for name in there) == 1
+    recorded = sorted(len(there) for there in seen["placed"].values())
+    assert len(recorded) == 2 and sum(recorded) == 4, "the run's record says what stood where"
     assert len(set(seen["urls"])) == 2 and not any("127.0.0.1" in url for url in seen["urls"])
     assert len(set(seen["versions"])) == 1 and seen["versions"][0] >= 1
 
@@ -70,3 +72,7 @@ def test_a_lost_storage_node_loses_nothing_that_was_finalised_and_the_run_goes_o
 def test_a_node_that_lacks_a_package_is_refused_with_the_packages_name(seen: dict[str, Any]) -> None:
     assert "(finalizer) lacks the package TransferQueue" in seen["lacking"]
     assert "install the same packages there" in seen["lacking"]
+
+
+def test_a_finalizer_whose_node_is_lost_is_replaced_on_another_node(seen: dict[str, Any]) -> None:
+    assert seen["pool"] == ["finalizer_lost", "finalizer_replaced", "group_reconciled", "silent"]

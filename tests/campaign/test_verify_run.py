@@ -14,7 +14,7 @@ from stored_run import make_run, rewrite_json_line
 from workbench.campaign.verify_run import VerifyReport, verify_run
 from workbench.errors import RunStoreError
 from workbench.runs import schema
-from workbench.runs.writer import write_part
+from workbench.runs.writer import RunWriter, write_part
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +84,26 @@ def test_a_group_and_a_step_that_are_gone_altogether_are_named_from_the_logs(run
         (run_dir / part).unlink()
     named = {difference.file for difference in verify_run(run_dir).differences}
     assert named == {"calls/g00001.parquet", "train/step-1.parquet"}
+
+
+def test_a_group_that_a_kill_left_half_written_is_no_difference_and_said_to_be_unfinished(run_dir):
+    """Only where nobody has heard of it: not in a finished run, not where a line or a step names it."""
+    for kind in ("calls", "rows"):
+        part = run_dir / kind / "g00001.parquet"
+        (run_dir / kind / "g00099.parquet").write_bytes(part.read_bytes())
+    (difference,) = verify_run(run_dir).differences
+    assert (difference.file, difference.what) == ("receipts/g00099.jsonl", "the group's receipts are missing")
+    with RunWriter(run_dir) as writer:
+        writer.status(status="killed")
+    for _ in range(2):
+        report = verify_run(run_dir)
+        assert report.ok, str(report)
+        assert repr(report).endswith("every digest and row holds · unfinished, so it counts as never sampled: g00099")
+        (run_dir / "rows" / "g00099.parquet").unlink(missing_ok=True)
+    (run_dir / "receipts" / "g00001.jsonl").unlink()
+    assert {d.file for d in verify_run(run_dir).differences} == {"receipts/g00001.jsonl"}
+    (run_dir / "groups.jsonl").write_bytes(b"")
+    assert {d.file for d in verify_run(run_dir).differences} == {"receipts/g00001.jsonl"}
 
 
 def test_a_run_without_a_finished_group_is_not_said_to_hold(tmp_path):

@@ -25,6 +25,8 @@ from workbench.campaign.placement import Bundle
 from workbench.campaign.resume import resumable
 from workbench.campaign.verify_run import verify_run
 from workbench.errors import SetupError, WorkbenchError
+from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome
+from workbench.finalizer.pool import FinalizerPool
 
 #: On a node with this before everything else in its path, one package cannot be found.
 HIDES_A_PACKAGE = """
@@ -64,8 +66,8 @@ def standing(fleet: Fleet) -> dict[str, list[str]]:
     return where
 
 
-def look_at_a_node_without_a_package(folder: Path, cluster: Any) -> str:
-    """What set-up says of it."""
+def a_third_node(folder: Path, cluster: Any) -> dict[str, Any]:
+    """One that lacks a package, and is lost with a finalizer as the only part on it."""
     import ray
 
     hidden = folder / "hidden"
@@ -74,11 +76,43 @@ def look_at_a_node_without_a_package(folder: Path, cluster: Any) -> str:
     path = os.pathsep.join([str(hidden), os.environ.get("PYTHONPATH", "")])
     node = cluster.add_node(num_cpus=1, object_store_memory=10**8, env_vars={"PYTHONPATH": path})
     ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+    lacking = ""
     try:
         check_nodes({node.node_id: [Bundle("finalizer", 0, 1)]}, folder / "looked", models.resolve("tiny"))
     except SetupError as error:
-        return str(error)
-    return ""
+        lacking = str(error)
+    return {"lacking": lacking, "pool": asyncio.run(lose_a_finalizers_node(folder, cluster, node))}
+
+
+async def lose_a_finalizers_node(folder: Path, cluster: Any, node: Any) -> list[str]:
+    """Kinds of what its pool reports."""
+    import ray
+    from finalizer.test_pool import Clerk
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    group = ray.util.placement_group([{"CPU": 1}], strategy="STRICT_PACK", _soft_target_node_id=node.node_id)
+    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+    kinds: list[str] = []
+    pool = FinalizerPool(
+        lambda number: Clerk.options(num_cpus=1, scheduling_strategy=place).remote(str(folder / "log.jsonl")),
+        1,
+        timeout_s=600.0,
+        replace_timeout_s=200.0,
+        report=lambda kind, **fields: kinds.append(kind),
+    )
+    await pool.start(200.0)
+    assert ray.util.placement_group_table(group)["bundles_to_node_id"] == {0: node.node_id}
+    rollouts = [RolloutOutcome(rollout_id="run.0.0.0", index=0)]
+    request = FinalizationRequest(group_id="silent", weight_version=0, rollouts=rollouts)
+    asked = asyncio.create_task(pool.finalize(request))  # the first finalizer never answers
+    deadline = time.monotonic() + 60
+    while not (folder / "log.jsonl").exists():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+    await asyncio.to_thread(cluster.remove_node, node, False)
+    finalized = await asyncio.wait_for(asked, 240.0)
+    await pool.stop(5.0)
+    return [*kinds, finalized.group_id]
 
 
 async def campaign(folder: Path, cluster: Any, lost: Any, address: str) -> dict[str, Any]:
@@ -94,6 +128,7 @@ async def campaign(folder: Path, cluster: Any, lost: Any, address: str) -> dict[
         assert running.fleet is not None
         seen["standing"] = await asyncio.to_thread(standing, running.fleet)
         seen["lost"] = lost.node_id
+        seen["placed"] = running.events("placed")[0]["nodes"]
         statuses = await asyncio.gather(*(actor.status.remote() for actor in running.fleet.policy.actors))
         seen["urls"], seen["versions"] = running.fleet.policy.urls, [each["weight_version"] for each in statuses]
         began = time.monotonic()
@@ -132,7 +167,7 @@ def main(folder: Path) -> None:
     try:
         lost = cluster.add_node(num_cpus=4, object_store_memory=10**8)
         seen = asyncio.run(campaign(folder, cluster, lost, cluster.address))
-        seen["lacking"] = look_at_a_node_without_a_package(folder, cluster)
+        seen |= a_third_node(folder, cluster)
         (folder / "seen.json").write_text(json.dumps(seen, indent=1))
     finally:
         ray.shutdown()

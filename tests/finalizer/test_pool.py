@@ -49,6 +49,7 @@ class Clerk:
             log.write(json.dumps([method, group_id, os.getpid()]) + "\n")
         if "stopped" in group_id and method == "finalize":
             os.kill(os.getpid(), signal.SIGSTOP)  # as a process that waits for a disk hears nothing
+            await asyncio.sleep(1.0)  # the signal may find another thread; woken up, this one sleeps out the rest
             self._log.with_suffix(".woken").touch()
         if "fatal" in group_id or ("deadly" in group_id and method == "finalize"):
             os._exit(9)
@@ -151,6 +152,44 @@ async def test_a_group_that_could_not_be_published_is_reconciled_once_not_sent_a
     assert (await desk.finalize("refused")).train_keys == ["a"]
     assert [method for method, _, _ in desk.asked()] == ["finalize", "reconcile"]
     assert desk.events[0]["kind"] == "group_reconciled" and "could not be published" in desk.events[0]["because"]
+
+
+async def test_two_that_are_lost_at_once_are_both_replaced_and_both_groups_reconciled(desk):
+    groups = await asyncio.gather(desk.finalize("deadly0"), desk.finalize("deadly1"), desk.finalize("deadly2"))
+    assert [group.train_keys for group in groups] == [["a"]] * 3
+    done = [(name, method) for method, name, _ in desk.asked()]
+    # A group that was in hand when another one took its finalizer along was perhaps never begun there.
+    for name in ("deadly0", "deadly1", "deadly2"):
+        assert [method for other, method in done if other == name] in (["finalize", "reconcile"], ["reconcile"])
+    lost = [event["finalizer"] for event in desk.events if event["kind"] == "finalizer_lost"]
+    assert sorted(lost) == [0, 1]
+    assert (await desk.finalize("next")).train_keys == ["a"]
+
+
+async def test_when_the_last_one_cannot_be_replaced_every_group_that_waits_for_it_ends(ray_cluster, tmp_path):
+    started: list[int] = []
+    events: list[str] = []
+
+    def start(number: int):
+        started.append(number)
+        room = 0.1 if len(started) == 1 else 1000  # no machine has that
+        return Clerk.options(num_cpus=room).remote(str(tmp_path / "log"))
+
+    def report(kind: str, **fields: object) -> None:
+        events.append(kind)
+
+    pool = FinalizerPool(start, 1, timeout_s=60.0, replace_timeout_s=1.0, report=report)
+    await pool.start(60.0)
+    requests = [
+        FinalizationRequest(group_id=name, weight_version=0, rollouts=[RolloutOutcome(rollout_id=name, index=0)])
+        for name in ("deadly", "slow")
+    ]
+    ended = await asyncio.wait_for(
+        asyncio.gather(*(pool.finalize(request) for request in requests), return_exceptions=True), 60
+    )
+    assert all("finalizer 0 did not finish starting within 1 s" in str(error) for error in ended), ended
+    assert {type(error) for error in ended} == {DeadlineExceeded}
+    assert events == ["finalizer_lost", "finalizer_not_replaced"]
 
 
 async def test_when_nobody_can_be_brought_up_the_wait_ends(ray_cluster, tmp_path):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import subprocess
+import sys
 import threading
 import time
 
@@ -92,6 +94,29 @@ def test_a_disk_that_does_not_take_the_status_is_said_at_the_next_one(tmp_path, 
             run.status_soon(step=step)
             time.sleep(0.001)
     run.close()
+
+
+FULL_DISK = """
+import resource, signal, sys
+from workbench.runs.writer import RunWriter
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+run = RunWriter(sys.argv[1])
+run.event("started")
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+try:
+    run.event("group_started", group_id="g" * 200)
+except OSError as error:
+    print(error)
+    run.event("failed")
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+"""
+
+
+def test_a_line_that_a_full_disk_takes_half_of_is_an_error_at_once_and_not_there(tmp_path):
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert "bytes were written: 'events.jsonl'" in done.stdout
+    assert [event["kind"] for event in lines(tmp_path / "events.jsonl")] == ["started", "failed"]
 
 
 def test_a_torn_last_line_is_cut_off_when_a_run_is_continued(tmp_path):

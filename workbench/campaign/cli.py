@@ -310,7 +310,7 @@ def doctor(recipe: str, overrides: tuple[str, ...], quick: bool) -> None:
     bad = 0
     for finding in examine(load_recipe(recipe, overrides), quick=quick):
         mark = "ok " if finding.good else "-- " if finding.optional else "BAD"
-        click.echo(f"{mark} {finding.what:<13} {finding.found}" + (f"; {finding.cure}" if finding.cure else ""))
+        click.echo(f"{mark} {finding.what:<22} {finding.found}" + (f"; {finding.cure}" if finding.cure else ""))
         bad += not (finding.good or finding.optional)
     if bad:
         raise SetupError(f"{bad} of these must be mended before {recipe} can run")

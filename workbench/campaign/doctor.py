@@ -65,6 +65,7 @@ def before_a_run(recipe: Recipe, *, training: bool = True) -> Iterator[Finding]:
     yield from parsers(recipe)
     yield port("gateway.port", recipe.gateway.host, recipe.gateway.port)
     yield port("engine.port", "127.0.0.1", recipe.engine.port)
+    yield reports(recipe)
     yield model(recipe)
     if recipe.engine.tensor_parallel > 1:
         yield heads(recipe)
@@ -104,6 +105,16 @@ def logical_cpus(recipe: Recipe, *, training: bool = True) -> Finding:
     return Finding("logical CPUs", found)
 
 
+def reports(recipe: Recipe) -> Finding:
+    """Whether a run's directory can be made where the recipe wants it."""
+    place = Path(recipe.reports.dir).resolve()
+    there = next(path for path in (place, *place.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        shared = "" if recipe.ray.address == "local" else ", one that every node mounts under the same path"
+        return Finding("reports.dir", f"{place} cannot be written", f"set reports.dir to another directory{shared}")
+    return Finding("reports.dir", str(place))
+
+
 def cluster(recipe: Recipe) -> Finding:
     """The Ray cluster that the recipe joins, asked for in seconds."""
     address = recipe.ray.address
@@ -141,7 +152,7 @@ def heads(recipe: Recipe) -> Finding:
         divisors = ", ".join(str(part) for part in range(1, number + 1) if number % part == 0)
         found = f"{parts}, and the model has {number} attention heads"
         return Finding("engine.tensor_parallel", found, f"set it to one of {divisors}")
-    return Finding("engine.tensor_parallel", str(parts))
+    return Finding("engine.tensor_parallel", f"{parts}, of {number or 'unknown'} attention heads")
 
 
 def environment(recipe: Recipe) -> Finding:

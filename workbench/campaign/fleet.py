@@ -167,6 +167,7 @@ class Fleet:
         deadline_s = recipe.ray.placement_timeout_s + 30.0
         await within(asyncio.to_thread(placement.reserve), deadline_s, "the Ray cluster", "making room")
         if recipe.ray.address != "local":
+            self._report("placed", nodes=await asyncio.to_thread(placement.described))
             looking = asyncio.to_thread(check_nodes, placement.nodes(), self.run_dir, self.model_path)
             await within(looking, LOOK_WITHIN_S + 30.0, "the Ray cluster", "being looked at")
 

@@ -1,14 +1,16 @@
-"""Placement: where the actors of a campaign stand, asked of Ray in one piece before any of them is started.
+"""Placement: where the actors of a campaign stand, asked of Ray before any of them is started.
 
-    recipe ─► bundles (what stands together on one node) ─► one placement group ─► options for each actor
+    recipe ─► bundles (what stands together on one node) ─► placement groups ─► options for each actor
 
-Invariant: either there is room for all workers, finalizers and trainer ranks, or nothing is started: a campaign that
-got half of what it needs would hold it from others and wait for ever. Storage units are TransferQueue's own, dealt out
-to all nodes in turn (data plane). Not here: starting the actors (fleet), whether a node can run them (node_check).
+Invariant: either there is room for all workers, finalizers and trainer ranks, or nothing is started and all of it is
+given back: a campaign that got half of what it needs would hold it from others and wait for ever.
+Not here: storage units, which TransferQueue deals out to all nodes in turn (data plane), starting the actors (fleet),
+whether a node can run them (node_check).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,56 +57,77 @@ def bundles(recipe: Recipe, *, training: bool = True) -> list[Bundle]:
 
 
 class Placement:
-    """The placement group of one campaign. `reserve` and `release` block."""
+    """The placement groups of one campaign. `reserve` and `release` block."""
 
     def __init__(self, recipe: Recipe, *, training: bool = True) -> None:
         self.bundles = bundles(recipe, training=training)
         self._recipe = recipe
-        self._group: Any = None
+        self._groups: list[tuple[Any, list[Bundle]]] = []
 
     def reserve(self) -> None:
         """Take the room that all actors need. Raises SetupError saying what was asked and what the nodes have."""
         import ray
 
-        ray_section = self._recipe.ray
-        self._group = ray.util.placement_group(
-            [bundle.resources for bundle in self.bundles], strategy=ray_section.placement.upper()
-        )
-        if not self._group.wait(ray_section.placement_timeout_s):
+        section = self._recipe.ray
+        deadline = time.monotonic() + section.placement_timeout_s
+        for together in self._taken_together():
+            resources = [bundle.resources for bundle in together]
+            group = ray.util.placement_group(resources, strategy=section.placement.upper())
+            self._groups.append((group, together))
+            if group.wait(max(1.0, deadline - time.monotonic())):
+                continue
             self.release()
             raise SetupError(
-                f"the Ray cluster ({ray_section.address}) made no room within {ray_section.placement_timeout_s:g} s: "
-                f"asked for {in_words(self.bundles)}; its nodes have {_nodes_in_words()}. Next: start more nodes, or "
-                "lower engine.workers, engine.tensor_parallel, train.ranks, train.ranks_per_node or finalizer.actors."
+                f"the Ray cluster ({section.address}) made no room within {section.placement_timeout_s:g} s: asked for "
+                f"{in_words(self.bundles)}; its nodes have {_nodes_in_words()}. Next: start more nodes, or lower "
+                "engine.workers, engine.tensor_parallel, train.ranks, train.ranks_per_node or finalizer.actors."
             )
+
+    def _taken_together(self) -> list[list[Bundle]]:
+        """Packed, all at once. Spread, role by role: Ray gives each bundle of a group a node of its own only as long as
+        there are some, and cares no more for the others."""
+        if self._recipe.ray.placement == "pack":
+            return [self.bundles]
+        roles = dict.fromkeys(bundle.role for bundle in self.bundles)
+        return [[bundle for bundle in self.bundles if bundle.role == role] for role in roles]
 
     def options(self, role: str, number: int) -> dict[str, Any]:
         """Options of the actor `number` of a role: its place and what it takes of it."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        for index, bundle in enumerate(self.bundles):
-            if bundle.role == role and bundle.first <= number < bundle.first + bundle.count:
-                place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-                return {"num_cpus": 1, "num_gpus": bundle.gpus_each, "scheduling_strategy": place}
+        for group, together in self._groups:
+            for index, bundle in enumerate(together):
+                if bundle.role == role and bundle.first <= number < bundle.first + bundle.count:
+                    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+                    return {"num_cpus": 1, "num_gpus": bundle.gpus_each, "scheduling_strategy": place}
         raise KeyError(f"no place for {role} {number}")
 
     def nodes(self) -> dict[str, list[Bundle]]:
         """What stands where: Ray's node id -> bundles."""
         import ray
 
-        where = ray.util.placement_group_table(self._group)["bundles_to_node_id"]
         standing: dict[str, list[Bundle]] = {}
-        for index, bundle in enumerate(self.bundles):
-            standing.setdefault(where[index], []).append(bundle)
+        for group, together in self._groups:
+            where = ray.util.placement_group_table(group)["bundles_to_node_id"]
+            for index, bundle in enumerate(together):
+                standing.setdefault(where[index], []).append(bundle)
         return standing
+
+    def described(self) -> dict[str, list[str]]:
+        """What stands where, for the run's record: a node's address and id -> its parts."""
+        import ray
+
+        address = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        return {f"{address[node]} {node[:8]}": [str(b) for b in there] for node, there in self.nodes().items()}
 
     def release(self) -> None:
         """Give the room back; harmless when none was taken."""
         import ray
 
-        if self._group is not None and ray.is_initialized():
-            ray.util.remove_placement_group(self._group)
-        self._group = None
+        while self._groups:
+            group, _ = self._groups.pop()
+            if ray.is_initialized():
+                ray.util.remove_placement_group(group)
 
 
 def in_words(placed: Sequence[Bundle]) -> str:

@@ -79,7 +79,7 @@ def meant_by(address: str) -> str | None:
 def unreachable(address: str) -> str:
     """Why no cluster can be joined at `ray.address`, as far as that is known without Ray; empty where one may be there.
 
-    Ray itself asks a wrong address for a minute and then ends the process.
+    Ray itself asks for twenty seconds, writes a warning for each, and does not say which of the two it is.
     """
     if address == "local":
         return ""
@@ -98,16 +98,17 @@ def unreachable(address: str) -> str:
 
 
 def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
-    how = f"Next: {START_ONE}."
     if why := unreachable(address):
-        raise SetupError(f"ray.address: {why}. {how}")
+        raise SetupError(f"ray.address: {why}. Next: {START_ONE}.")
     try:
         ray.init(**options, address=meant_by(address))
     except Exception as error:
-        said = " ".join(str(error).split()) or type(error).__name__
-        if "token" in said.lower() or "auth" in type(error).__name__.lower():
-            how = "Next: the same token on every node: as ray get-auth-token prints it on the head node."
-        raise SetupError(f"ray.address: the cluster at {address} cannot be joined: {said[:300]} {how}") from error
+        said = (" ".join(str(error).split()) or type(error).__name__)[:300].rstrip(".")
+        raise SetupError(
+            f"ray.address: what listens at {meant_by(address)} lets this process not in: {said}. Next: the same "
+            "token here as there (RAY_AUTH_TOKEN, as ray get-auth-token prints it), the same version of Ray, and this "
+            "machine one of its nodes (docs/cluster.md)."
+        ) from error
 
 
 def alive_nodes() -> list[dict[str, Any]]:

@@ -31,6 +31,7 @@ Report = Callable[..., None]
 
 _GONE_WITHIN_S = 15.0
 _GONE_EVERY_S = 0.05
+_AGAIN_AFTER_S = 1.0
 # How long Ray lets an actor live that does not end itself when told to, and a little more.
 _RAY_KILLS_AFTER_S = 6.0
 
@@ -83,7 +84,7 @@ class FinalizerPool:
         message = request.model_dump(mode="json")
         group_id = request.group_id
         try:
-            return await self._ask("finalize", message, group_id)
+            return await self._ask(await self._idlest(), "finalize", message, group_id)
         except FinalizerError as error:
             why = str(error)
         except ActorLost as lost:
@@ -99,7 +100,7 @@ class FinalizerPool:
         """
         message = request.model_dump(mode="json")
         try:
-            return await self._ask("reconcile", message, request.group_id)
+            return await self._ask(await self._idlest(), "reconcile", message, request.group_id)
         except ActorLost:
             return await self._reconcile(request, message)
 
@@ -119,7 +120,7 @@ class FinalizerPool:
 
     async def _reconcile(self, request: FinalizationRequest, message: dict[str, Any]) -> FinalizedGroup:
         try:
-            return await self._ask("reconcile", message, request.group_id)
+            return await self._ask(await self._idlest_alive(), "reconcile", message, request.group_id)
         except ActorLost as lost:
             error_type = ComponentDied if lost.died else DeadlineExceeded
             raise error_type(
@@ -128,8 +129,7 @@ class FinalizerPool:
                 "staged rows are kept."
             ) from None
 
-    async def _ask(self, method: str, message: dict[str, Any], group_id: str) -> FinalizedGroup:
-        member = await self._idlest()
+    async def _ask(self, member: _Member, method: str, message: dict[str, Any], group_id: str) -> FinalizedGroup:
         actor, process = member.actor, member.process
         member.in_hand[group_id] = None
         try:
@@ -148,6 +148,21 @@ class FinalizerPool:
             if self._failure is not None:
                 raise self._failure
             return min((m for m in self._members if m.ready.is_set()), key=lambda m: (len(m.in_hand), m.number))
+
+    async def _idlest_alive(self) -> _Member:
+        """The idlest member that answers. Of two that die at the same time one is known to be dead a moment later, and
+        is not to count as the second that a group has lost."""
+        for _ in self._members:
+            member = await self._idlest()
+            actor, process = member.actor, member.process
+            try:
+                await answer(actor.__ray_ready__.remote(), self._timeout_s)
+            except ActorLost as lost:
+                await self._retire(member, actor, process, lost)
+            else:
+                if member.actor is actor:
+                    return member
+        return await self._idlest()
 
     async def _retire(self, member: _Member, actor: Any, process: psutil.Process | None, lost: ActorLost) -> None:
         """Make sure that `actor` does nothing any more, and start another in its place. Returns when it is dead.
@@ -168,7 +183,7 @@ class FinalizerPool:
     async def _replace(self, member: _Member) -> None:
         began = time.monotonic()
         try:
-            await self._bring_up(member, self._replace_timeout_s)
+            await self._bring_up_again(member, began + self._replace_timeout_s)
         except Exception as error:
             async with self._changed:
                 if not self.actors:
@@ -178,6 +193,16 @@ class FinalizerPool:
         else:
             seconds = round(time.monotonic() - began, 3)
             self._report("finalizer_replaced", finalizer=member.number, seconds=seconds)
+
+    async def _bring_up_again(self, member: _Member, deadline: float) -> None:
+        """`_bring_up` until one stays: Ray still sends actors to a node that was lost just now, where they die."""
+        while True:
+            try:
+                return await self._bring_up(member, max(0.1, round(deadline - time.monotonic(), 1)))
+            except ComponentDied:
+                if time.monotonic() + _AGAIN_AFTER_S > deadline:
+                    raise
+            await asyncio.sleep(_AGAIN_AFTER_S)
 
     async def _bring_up(self, member: _Member, timeout_s: float) -> None:
         actor, name = self._start_actor(member.number), f"finalizer {member.number}"

@@ -13,6 +13,7 @@ Not here: which columns there are (schema), reading (reader).
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import threading
@@ -210,7 +211,11 @@ class RunWriter:
         with self._lock:
             if self._closed:
                 raise RunStoreError(f"run {self.run_dir} is closed; the {name} line {line[:120]!r} was not written")
-            self._files[name].write(line)
+            file = self._files[name]
+            written = file.write(line)
+            if written != len(line):  # a full disk takes a part, and says so only at the next write
+                file.truncate(file.seek(0, os.SEEK_END) - written)
+                raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes were written", f"{name}.jsonl")
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append `{"at": Unix time, "kind": kind, **fields}` to events.jsonl."""

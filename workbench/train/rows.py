@@ -136,8 +136,14 @@ class TrainPartition:
         """Remove rows; unknown keys are fine."""
         from workbench import dataplane
 
+        async def clear() -> None:
+            try:
+                await dataplane.clear(dataplane.TRAIN, list(keys), deadline_s=self._deadline_s)
+            finally:  # a clear that is late goes on in the background, and this loop ends here
+                await dataplane.drain_clears(self._deadline_s)
+
         dataplane.connect_blocking()
-        asyncio.run(dataplane.clear(dataplane.TRAIN, list(keys), deadline_s=self._deadline_s))
+        asyncio.run(clear())
 
 
 def match_rows(keys: Sequence[str], rows: Sequence[TrainRow]) -> list[TrainRow]:
