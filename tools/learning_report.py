@@ -1,8 +1,8 @@
-"""Learning report: what several runs of one recipe and a control show together, as three small files that are kept.
+"""Learning report: what several runs of one recipe and its controls show together, as three small files that are kept.
 
-    python tools/learning_report.py reports/RUN [reports/RUN …] --control reports/RUN --out reports/cpu_learns
+    python tools/learning_report.py reports/RUN … --control reports/RUN … --out reports/cpu_learns
 
-In: runs that differ in their seed alone, and one whose advantages were shuffled. Out: `summary.json` (each step's mean
+In: runs that differ in their seed alone, and such whose advantages were shuffled. Out: `summary.json` (each step's mean
 reward and the intervals), `README.md` (the same to read) and `learning.svg`. Exits 1 where the recipe did not learn, or
 the control did. Not here: the statistics (workbench.campaign.learned).
 """
@@ -20,7 +20,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from workbench import runs
-from workbench.campaign.learned import reward_rise, rise_over_seeds
+from workbench.campaign.learned import SeedsRise, reward_rise, rise_over_seeds
 from workbench.inspect.style import INK, MARKERS, MUTED, SERIES, house_style
 
 SMOOTH = 5
@@ -66,22 +66,27 @@ def same_but_for_the_seed(played: list[dict[str, Any]]) -> None:
         raise SystemExit("the runs' recipes differ in more than seed, name and deadlines")
 
 
-def picture(learned: list[dict[str, Any]], control: dict[str, Any], path: Path) -> None:
+def picture(learned: list[dict[str, Any]], controls: list[dict[str, Any]], path: Path) -> None:
     with house_style():
         figure = Figure(figsize=(7.2, 3.2), layout="constrained")
         axes = figure.subplots()
-        for run, colour, marker in zip([*learned, control], SERIES, MARKERS, strict=False):
+        marks = [*zip(SERIES, MARKERS, strict=False)][: len(learned)] + [(MUTED, "x")] * len(controls)
+        for run, (colour, marker) in zip([*learned, *controls], marks, strict=True):
             rewards, shuffled = run["rewards"], run["shuffled"]
             steps = range(1, len(rewards) + 1)
             smooth = [mean(rewards[max(0, i - SMOOTH // 2) : i + SMOOTH // 2 + 1]) for i in range(len(rewards))]
-            colour = MUTED if shuffled else colour
             axes.plot(steps, rewards, marker, color=colour, alpha=0.35, markersize=3, linestyle="")
-            label = "control: advantages shuffled" if shuffled else f"seed {run['seed']}"
+            label = f"seed {run['seed']}" if not shuffled else "shuffled advantages" if run is controls[0] else None
             axes.plot(steps, smooth, color=colour, label=label, linestyle="--" if shuffled else "-", linewidth=1.8)
         axes.set(xlabel="optimiser step", ylabel="mean reward", ylim=(0, 1), title="Reward of each step")
-        axes.legend(loc="lower right", labelcolor=INK)
+        axes.legend(loc="center right", labelcolor=INK)
         axes.grid(axis="y")
         figure.savefig(path, metadata={"Date": None})
+
+
+def of_one(rise: dict[str, float]) -> SeedsRise:
+    """A single run's own rise in the form of several."""
+    return SeedsRise((rise["difference"],), rise["difference"], rise["lower"], rise["upper"])
 
 
 def mean(values: list[float]) -> float:
@@ -90,14 +95,14 @@ def mean(values: list[float]) -> float:
 
 def page(summary: dict[str, Any]) -> str:
     """The README of the report."""
-    seeds, recipe, control = summary["over_seeds"], summary["recipe"], summary["control"]["rise"]
+    seeds, recipe, control = summary["over_seeds"], summary["recipe"], summary["over_controls"]
     train, environment = recipe["train"], recipe["environment"]
     verdict = "it learned" if summary["learned"] else "it did not learn"
     rows = [
         f"| {'control, shuffled' if run['shuffled'] else 'seed'} {run['seed']} | {run['rise']['first']:.3f} "
         f"| {run['rise']['last']:.3f} | {run['rise']['difference']:+.3f} | {run['rise']['lower']:+.3f} "
         f"| {run['rise']['upper']:+.3f} | {run['rollouts']} | {run['minutes']:.0f} |"
-        for run in [*summary["runs"], summary["control"]]
+        for run in [*summary["runs"], *summary["controls"]]
     ]
     lines = [
         f"# {recipe['name']}: does it learn?",
@@ -114,12 +119,14 @@ def page(summary: dict[str, Any]) -> str:
         "",
         f"**Over seeds:** {seeds['mean']:+.3f}, one-sided 95 % bounds {seeds['lower']:+.3f} and {seeds['upper']:+.3f} "
         f"(Student's t over {len(seeds['differences'])} runs): {verdict}.",
-        f"**Control:** {control['difference']:+.3f}, bounds {control['lower']:+.3f} and {control['upper']:+.3f}: "
+        f"**Control:** {control['mean']:+.3f}, bounds {control['lower']:+.3f} and {control['upper']:+.3f} "
+        f"({'Welch over the steps of one run' if len(control['differences']) == 1 else 'over runs'}): "
         f"{'flat' if summary['control_flat'] else 'not flat'}.",
         "",
         "The differences are last minus first quarter of the steps' mean rewards. A run's own bounds are Welch's t "
-        "over its steps; the ones over seeds take each run as one sample. Times are those of a machine that others "
-        "used too.",
+        "over its steps, which share their weights: under shuffled advantages these drift at random, so that the "
+        "bounds of one run are too narrow. Those over seeds take each run as one sample. Times are those of a "
+        "machine that others used too.",
         "",
         "Made by `python tools/learning_report.py`, from the numbers in `summary.json`.",
     ]  # fmt: skip
@@ -129,32 +136,34 @@ def page(summary: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--control", required=True, type=Path)
+    parser.add_argument("--control", required=True, nargs="+", type=Path)
     parser.add_argument("--out", required=True, type=Path)
     asked = parser.parse_args()
-    learned, control = [read(folder) for folder in asked.runs], read(asked.control)
-    same_but_for_the_seed([*learned, control])
-    if not control["shuffled"] or any(run["shuffled"] for run in learned):
+    learned, controls = ([read(folder) for folder in folders] for folders in (asked.runs, asked.control))
+    same_but_for_the_seed([*learned, *controls])
+    if not all(run["shuffled"] for run in controls) or any(run["shuffled"] for run in learned):
         raise SystemExit("the control must have train.advantage.shuffle, and the others must not")
     seeds = rise_over_seeds([run["rewards"] for run in learned])
     if seeds is None:
         raise SystemExit("the spread between seeds needs at least two of them")
     recipe = learned[0]["recipe"]
-    for run in [*learned, control]:
+    for run in [*learned, *controls]:
         del run["recipe"]
-    flat = control["rise"]["lower"] <= 0.0 <= control["rise"]["upper"]
+    over_controls = rise_over_seeds([run["rewards"] for run in controls]) or of_one(controls[0]["rise"])
+    flat = over_controls.lower <= 0.0 <= over_controls.upper
     summary = {
         "learned": seeds.learned,
         "control_flat": flat,
         "over_seeds": asdict(seeds),
+        "over_controls": asdict(over_controls),
         "runs": learned,
-        "control": control,
+        "controls": controls,
         "recipe": {name: recipe[name] for name in ("name", "model", "sampling", "environment", "train")},
     }
     asked.out.mkdir(parents=True, exist_ok=True)
     (asked.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     (asked.out / "README.md").write_text(page(summary))
-    picture(learned, control, asked.out / "learning.svg")
+    picture(learned, controls, asked.out / "learning.svg")
     print(page(summary))
     return 0 if seeds.learned and flat else 1
 

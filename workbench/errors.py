@@ -32,6 +32,8 @@ A bad rollout is data, not a crash: only `ReceiptRejected` and `StagingError` de
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class WorkbenchError(Exception):
     """Base of all deliberate errors. `exit_code` is what the command line returns for it."""
@@ -180,3 +182,12 @@ def _rebuild(kind: type[WorkbenchError], args: tuple[object, ...], state: dict[s
     error.args = args
     error.__dict__.update(state)
     return error
+
+
+def first_fault(error: Any) -> str:
+    """The first fault of a pydantic `ValidationError` in one line: `key: what is wrong`, without the key where a rule
+    is over the whole record."""
+    fault = error.errors(include_url=False)[0]
+    place = ".".join(map(str, fault["loc"]))
+    wrong = str(fault["ctx"]["error"]) if fault["type"] == "value_error" else fault["msg"]
+    return f"{place}: {wrong}" if place else wrong

@@ -58,7 +58,7 @@ def test_three_seeds_that_rise_and_a_level_control_have_learned(run, report):
     summary = json.loads((out / "summary.json").read_text())
     assert code == 0 and summary["learned"] and summary["control_flat"]
     assert summary["over_seeds"]["mean"] == pytest.approx(0.32, abs=1e-6)
-    assert [len(one["rewards"]) for one in (*summary["runs"], summary["control"])] == [40] * 4
+    assert [len(one["rewards"]) for one in (*summary["runs"], *summary["controls"])] == [40] * 4
     page = (out / "README.md").read_text()
     assert "+0.320" in page and "it learned" in page and "flat" in page
     assert (out / "learning.svg").stat().st_size < 200_000
@@ -68,6 +68,18 @@ def test_a_control_that_rises_too_is_no_proof(run, report):
     seeds = [run(f"s{n}", RISING, "cpu_learns", f"seed={n}") for n in (1, 2)]
     code, out = report(*seeds, "--control", run("rising", RISING, "cpu_learns_control"))
     assert code == 1 and "not flat" in (out / "README.md").read_text()
+
+
+def test_several_controls_are_judged_by_what_differs_between_them(run, report):
+    """Each drifts at random, one significantly so by its own steps; together they have no direction."""
+    seeds = [run(f"s{n}", RISING, "cpu_learns", f"seed={n}") for n in (1, 2)]
+    drifts = [[0.25 + slope * step / 40 for step in range(40)] for slope in (-0.1, 0.02, 0.05)]
+    controls = [run(f"c{n}", rewards, "cpu_learns_control", f"seed={n}") for n, rewards in enumerate(drifts)]
+    code, out = report(*seeds, "--control", *controls)
+    summary = json.loads((out / "summary.json").read_text())
+    assert code == 0 and summary["controls"][0]["rise"]["upper"] < 0 < summary["over_controls"]["upper"]
+    assert summary["over_controls"]["mean"] == pytest.approx(-0.0075, abs=1e-3)
+    assert "over runs" in (out / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from workbench.echo import EchoedCall, assemble_echo, chain_of, concatenate
-from workbench.echo.finalizer import call_rows, stored_chains
+from workbench.echo import finalizer as echo_finalizer
+from workbench.echo.finalizer import EchoFinalizer, call_rows, stored_chains
 from workbench.echo.rows import Concatenated
 from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome
+from workbench.finalizer.rows import pack_row
+from workbench.finalizer.stored import read_group
 from workbench.finalizer.verdicts import Rejection
 from workbench.wire import Cause
 
@@ -127,3 +130,33 @@ def test_a_group_keeps_n_rows_counts_the_wrong_ones_and_can_be_joined_again_from
         for name in ("token_ids", "token_mask", "logprobs"):
             np.testing.assert_array_equal(getattr(row, name), getattr(other, name))
     assert again.summaries == assembly.summaries
+
+
+async def test_a_stored_group_is_published_again_row_for_row_for_a_run_that_is_gone_on_with(tmp_path, monkeypatch):
+    published = []
+
+    async def publish_rows(rows, dispatch_version, *, deadline_s):
+        published.append([pack_row(row) for row in rows])
+        return [row.rollout_id for row in rows]
+
+    monkeypatch.setattr(echo_finalizer, "publish_rows", publish_rows)
+    request = FinalizationRequest(
+        group_id="g0", weight_version=3, rollouts=[outcome(0), outcome(1, failure=Cause.ROLLOUT_FAILED, detail="why")]
+    )
+    first = EchoFinalizer(tmp_path, 0, 5.0)
+    first.chains = {"r.0.0.0": [call("a", [1, 2], [3, 4]), call("b", [1, 2, 9, 5], [6])]}
+    group = await first.finalize(request)
+    assert first.chains == {}
+    parts = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+
+    # Another process, which knows no more than what is stored.
+    stored = read_group(tmp_path, "g0")
+    assert stored is not None
+    again = await EchoFinalizer(tmp_path, 0, 5.0).republish(
+        FinalizationRequest(group_id="g0", weight_version=3, rollouts=stored.outcomes)
+    )
+    assert (again.train_keys, again.rows, again.metrics) == (group.train_keys, group.rows, group.metrics)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == parts
+    before, after = published
+    for one, other in zip(before, after, strict=True):
+        assert {name: column.tobytes() for name, column in one.items()} == {n: c.tobytes() for n, c in other.items()}

@@ -54,6 +54,13 @@ def test_a_board_follows_a_run_as_it_is_written(stored):
     assert board.frame["series"]["step"] == [1]
 
 
+def test_tokens_a_second_are_of_the_whole_step_though_its_groups_were_ready_when_it_began(stored):
+    seconds = {"rollout_s": 0.0001, "train_s": 9.0, "publish_s": 0.5, "sync_s": 0.4999}
+    stored.writer.step({"step": 1, "weight_version": 1, "sampled_tokens": 1_000, **seconds})
+    frame = board_frame(runs.open(stored.run_dir), 0.0)
+    assert tiles(frame)["tokens/s sampled, last step"] == "100.0"
+
+
 def test_a_run_that_failed_says_so_and_has_nothing_in_flight(stored):
     start_group(stored, "g90000")
     stored.writer.event("failed", error="ComponentDied", message="the policy worker is gone")

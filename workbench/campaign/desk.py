@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from workbench.errors import RunStoreError, SetupError
+from workbench.errors import RunStoreError, SetupError, first_fault
 from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome, RowSummary
 from workbench.gateway.client import ControlClient
 from workbench.ledger import assemble_receipt
@@ -90,8 +90,7 @@ class ReceiptDesk:
         try:
             asked = ReceiptAsked.model_validate(request)
         except ValidationError as error:
-            first = error.errors()[0]
-            raise SetupError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+            raise SetupError(first_fault(error)) from None
         group_id = checked_group(asked)
         async with self._turn:
             for index, rollout_id in enumerate(asked.rollouts):

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from workbench.errors import FingerprintError, LedgerConflict, RolloutFrozen
+from workbench.errors import FingerprintError, LedgerConflict, RolloutFrozen, first_fault
 from workbench.gateway.dialects import Dialect
 from workbench.gateway.histories import Histories
 from workbench.gateway.metrics import Metrics
@@ -173,8 +173,7 @@ class Custodian:
         try:
             coords = CommitCoords.model_validate(answer.coords)
         except ValidationError as error:
-            first = error.errors()[0]
-            return Cause.INVALID_WORKER_COMMIT_COORDINATES, f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            return Cause.INVALID_WORKER_COMMIT_COORDINATES, first_fault(error)
         for name in ("rollout_id", "model_call_id", "parent_call_id", "prev_len"):
             if getattr(coords, name) != getattr(admission, name):
                 return (

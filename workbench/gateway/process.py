@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from pydantic import ValidationError
 
-from workbench.errors import ComponentDied, DeadlineExceeded, SetupError
+from workbench.errors import ComponentDied, DeadlineExceeded, SetupError, first_fault
 from workbench.gateway.settings import METRICS_DIR, GatewaySettings
 from workbench.gateway.sockets import listen, url_of
 
@@ -134,8 +134,7 @@ def parse_settings(config: Any) -> GatewaySettings:
     try:
         return GatewaySettings.model_validate(config)
     except ValidationError as error:
-        first = error.errors()[0]
-        raise SetupError(f"gateway settings: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise SetupError(f"gateway settings: {first_fault(error)}") from None
 
 
 def _end(members: Sequence[_Member]) -> None:

@@ -50,7 +50,8 @@ def _tiles(
     running = campaign["state"] == "running"
     idle = "nothing is in flight" if running else f"the run is {campaign['state']}"
     oldest = flying[0] if flying else None
-    seconds = last.get("rollout_s")
+    # Of the whole step: groups that were ready when it began have taken no time of it.
+    seconds = sum(last.get(phase) or 0.0 for phase in _PHASES)
     rate = last["sampled_tokens"] / seconds if seconds and last.get("sampled_tokens") is not None else None
     unit = "tokens/s sampled, last step"
     return [

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 from pydantic import BaseModel, Field, StrictInt, StrictStr, ValidationError
 
-from workbench.errors import LedgerCorrupt
+from workbench.errors import LedgerCorrupt, first_fault
 from workbench.ledger.hashing import Items, RequestHashes
 from workbench.ledger.resolve import CustodyRow, FailureRow
 from workbench.wire import (
@@ -118,9 +118,8 @@ def parse_row(path: Path, number: int, row: Any) -> CustodyRow | FailureRow:
         )
         findable = _Findable.model_validate(row)
     except ValidationError as error:
-        first = error.errors()[0]
         raise LedgerCorrupt(
-            f"{path}, line {number}: call {call_id} is no custody or failure row: "
-            f"{'.'.join(map(str, first['loc']))}: {first['msg']}. Next: keep the file, drop this rollout."
+            f"{path}, line {number}: call {call_id} is no custody or failure row: {first_fault(error)}. "
+            "Next: keep the file, drop this rollout."
         ) from None
     return CustodyRow(record=record, row_digest=row_digest(row), **dict(findable))

@@ -53,7 +53,7 @@ function buildDelta(shell) {
 
   function byPlace(at, means) {
     const most = Math.max(1e-9, ...model.get("parts").flatMap((one) => one.mean_abs));
-    const { node, x, y } = plot("mean |Δ| (nat) by sampled token of the row", [0, Math.max(1, ...at) * 1.06], [0, most]);
+    const { node, x, y } = plot("mean |Δ| (nat) by sampled token of the row", [0, Math.max(1, ...at) * 1.06], [0, most], { whole: true });
     const line = (points, look) => node.append(shape("polyline", { points: points.map(([a, b]) => `${x(a)},${y(b)}`).join(" "), fill: "none", ...look }));
     const all = model.get("parts")[0];
     if (part) line(all.at.map((a, k) => [a, all.mean_abs[k]]), { stroke: "var(--wb-muted)", "stroke-dasharray": "4 3" });

@@ -7,8 +7,8 @@ export function shape(tag, attributes, text) {
   return node;
 }
 
-/** `ticksY`: [value, label]; without it the two ends of the range. */
-export function plot(title, [left, right], [bottom, top], { width = 460, height = 200, ticksY = null } = {}) {
+/** `ticksY`: [value, label]; without it the two ends of the range. `whole`: x counts things, so its ticks are whole numbers. */
+export function plot(title, [left, right], [bottom, top], { width = 460, height = 200, ticksY = null, whole = false } = {}) {
   const node = shape("svg", { class: "wb-plot", viewBox: `0 0 ${width} ${height}`, role: "img" });
   const x = (value) => 42 + ((value - left) / (right - left || 1)) * (width - 50);
   const y = (value) => height - 34 - ((value - bottom) / (top - bottom || 1)) * (height - 50);
@@ -17,8 +17,9 @@ export function plot(title, [left, right], [bottom, top], { width = 460, height 
   for (const [value, label] of ticksY ?? [[top, short(top)], [bottom, short(bottom)]]) {
     node.append(shape("text", { x: 38, y: y(value) + 4, "text-anchor": "end" }, label));
   }
-  for (const value of [left, (left + right) / 2, right]) {
-    node.append(shape("text", { x: x(value), y: height - 20, "text-anchor": value === left ? "start" : value === right ? "end" : "middle" }, short(value)));
+  const ticks = [left, (left + right) / 2, right].map((value) => (whole ? Math.floor(value) : value));
+  for (const [k, value] of [...new Set(ticks)].entries()) {
+    node.append(shape("text", { x: x(value), y: height - 20, "text-anchor": k === 0 ? "start" : value === right ? "end" : "middle" }, short(value)));
   }
   node.append(shape("text", { x: 42 + (width - 50) / 2, y: height - 4, "text-anchor": "middle" }, title));
   return { node, x, y };
