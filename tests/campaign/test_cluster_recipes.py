@@ -138,6 +138,11 @@ def test_a_directory_for_runs_that_cannot_be_made_is_refused_before_anything_sta
     bad = doctor.reports(load_recipe("ray_2node", [f"reports.dir={tmp_path}/file/reports"]))
     assert "cannot be written" in bad.found and "every node mounts" in bad.cure
     assert doctor.reports(load_recipe("cpu_smoke", [f"reports.dir={tmp_path}/new/deeper"])).good
+    assert not list(tmp_path.glob(".*")) and not (tmp_path / "new").exists()
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    # Root may write everywhere, says access(2); /proc takes no directory all the same.
+    for place in ("/proc/reports", f"{tmp_path}/{'x' * 300}/reports", f"{tmp_path}/circle/reports"):
+        assert "cannot be written" in doctor.reports(load_recipe("cpu_smoke", [f"reports.dir={place}"])).found, place
 
 
 def test_a_cluster_that_is_not_there_is_refused_within_seconds(tmp_path, monkeypatch):

@@ -124,6 +124,7 @@ def test_the_workspace_bounds_the_file_and_names_what_there_is():
     assert "at most" in workspace.call("replace", json.dumps({"old": workspace.bug.wrong, "new": "x" * MAX_SOURCE}))
     assert "occurs 0 times" in workspace.call("replace", json.dumps({"old": "", "new": "x"}))
     assert workspace.bug.test_file in workspace.call("read_file", json.dumps({"path": "/etc/passwd"}))
+    assert "no Unicode" in workspace.call("replace", json.dumps({"old": workspace.bug.wrong, "new": "\ud800"}))
     assert workspace.source == workspace.bug.source
 
 

@@ -191,5 +191,10 @@ def test_a_run_name_that_is_taken_is_refused_and_a_default_one_counts_up(tmp_pat
     (tmp_path / "first" / "steps.jsonl").touch()
     with pytest.raises(SetupError, match="already holds a run"):
         new_run_dir(tmp_path, "first", named=True)
+    (tmp_path / "notes").touch()
+    with pytest.raises(SetupError, match="is a file"):
+        new_run_dir(tmp_path, "notes", named=True)
+    with pytest.raises(SetupError, match="expected a name matching"):
+        new_run_dir(tmp_path, "", named=True)
     (tmp_path / "first-1").mkdir()
     assert new_run_dir(tmp_path, "first", named=False).name == "first-2"

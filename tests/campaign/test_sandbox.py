@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
 import time
 from pathlib import Path
 
@@ -85,6 +86,9 @@ def test_a_large_file_fails_at_its_limit():
         "import os; os.symlink('/etc/hostname', 'link'); open('link').read()",
         "import os; os.mkdir('/tmp/escaped')",
         "import os; os.listdir('/home')",
+        "import os; os.mkdir('deeper')",
+        "import os; os.link('it_test.py', 'second')",
+        "import os; os.truncate('it_test.py', 0)",
     ],
 )
 def test_no_process_no_signal_and_no_other_file(line, tmp_path):
@@ -112,6 +116,28 @@ def test_no_token_of_the_campaign_is_in_its_environment(monkeypatch):
     assert "HOME" in ended.output and "s3cret" not in ended.output
 
 
+@SHUT_IN
+def test_no_tree_is_made_that_is_too_deep_to_be_deleted(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ended = run(body("import os", "while True:", "    os.mkdir('d')", "    os.chdir('d')"))
+    assert ended.results == {"test_it": False}
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("results", ["", ', "results": [1]', ', "results": ' + "[" * 30_000])
+def test_a_report_that_is_none_is_an_exit_without_results(results):
+    forged = (
+        "import os, sys",
+        "frame = sys._getframe()",
+        "while 'told' not in frame.f_locals: frame = frame.f_back",
+        "told = frame.f_locals['told']",
+        f"os.write(told['report'], ('{{\"nonce\": \"' + told['nonce'] + '\"{results}}}').encode())",
+        "os._exit(0)",
+    )
+    ended = run(body(*forged))
+    assert (ended.ended, ended.results, ended.passed) == ("exit 0", {}, False)
+
+
 def test_an_early_exit_passes_nothing():
     for source in ("import os\nos._exit(0)\n", "import sys\nsys.exit(0)\n", body("raise SystemExit"), "f = ("):
         assert not run(source).passed
@@ -130,3 +156,8 @@ def test_threads_and_the_standard_library_work():
 def test_what_is_printed_does_not_name_the_folder():
     first, second = run(body("raise ValueError('no')")), run(body("raise ValueError('no')"))
     assert first.output == second.output and os.sep + "tmp" not in first.output
+
+
+def test_what_is_printed_shows_the_tests_and_no_frame_of_what_runs_them():
+    for source in (body("return 2"), "import nothing_of_that_name\n"):
+        assert "it_test.py" in run(source).output and "jail" not in run(source).output

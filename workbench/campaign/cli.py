@@ -123,7 +123,8 @@ def serve_recipe(recipe: str, overrides: tuple[str, ...], run_name: str | None) 
     for finding in before_a_run(checked, training=False):
         if not finding.good:
             raise SetupError(f"{finding.what}: {finding.found}; {finding.cure}")
-    run_dir = new_run_dir(checked.reports.dir, run_name or f"serve-{checked.name}", named=run_name is not None)
+    name = f"serve-{checked.name}" if run_name is None else run_name
+    run_dir = new_run_dir(checked.reports.dir, name, named=run_name is not None)
     from workbench.campaign.serve import serve
 
     sys.exit(serve(checked, run_dir))

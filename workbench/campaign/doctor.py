@@ -107,11 +107,18 @@ def logical_cpus(recipe: Recipe, *, training: bool = True) -> Finding:
 
 def reports(recipe: Recipe) -> Finding:
     """Whether a run's directory can be made where the recipe wants it."""
-    place = Path(recipe.reports.dir).resolve()
-    there = next(path for path in (place, *place.parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    place = Path(recipe.reports.dir).absolute()
+    try:
+        place = place.resolve()
+        there = next(path for path in (place, *place.parents) if path.exists())
+        # Permissions do not say it: a read-only or special file system refuses whoever has them all.
+        with tempfile.TemporaryDirectory(prefix=".workbench-", dir=there):
+            pass
+    except (OSError, RuntimeError) as error:  # a circle of links is a RuntimeError
         shared = "" if recipe.ray.address == "local" else ", one that every node mounts under the same path"
-        return Finding("reports.dir", f"{place} cannot be written", f"set reports.dir to another directory{shared}")
+        cure = f"set reports.dir to another directory{shared}"
+        why = getattr(error, "strerror", error)
+        return Finding("reports.dir", f"{place} cannot be written: {why}", cure)
     return Finding("reports.dir", str(place))
 
 

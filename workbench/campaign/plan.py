@@ -23,7 +23,8 @@ RAY_PORT = 6379
 
 def plan(recipe: Recipe, name: str, overrides: Sequence[str] = (), run_name: str | None = None) -> str:
     """The plan of `workbench run NAME OVERRIDES… [--run RUN_NAME]` as text."""
-    run_dir = new_run_dir(recipe.reports.dir, run_name or recipe.name, named=run_name is not None).resolve()
+    chosen = recipe.name if run_name is None else run_name
+    run_dir = new_run_dir(recipe.reports.dir, chosen, named=run_name is not None).resolve()
     sections = {
         "ray": _ray(recipe),
         "places": _places(bundles(recipe), recipe),

@@ -78,7 +78,8 @@ def run_recipe(recipe_name: str, overrides: Sequence[str] = (), run_name: str | 
 
     recipe = load_recipe(recipe_name, list(overrides))
     resolve(recipe.model.path)
-    run_dir = new_run_dir(recipe.reports.dir, run_name or recipe.name, named=run_name is not None)
+    name = recipe.name if run_name is None else run_name
+    run_dir = new_run_dir(recipe.reports.dir, name, named=run_name is not None)
     return tell(run_notebook(recipe, run_dir, recipe_name=recipe_name, overrides=overrides))
 
 
@@ -163,6 +164,8 @@ def new_run_dir(reports: Path | str, name: str, *, named: bool = False) -> Path:
             raise SetupError(f"--run {name}: expected a name matching {RUN_NAME}; where runs lie is reports.dir")
         if (reports / name / "steps.jsonl").exists():
             raise SetupError(f"{reports / name} already holds a run. Next: choose another name, or move it away.")
+        if (reports / name).exists() and not (reports / name).is_dir():
+            raise SetupError(f"{reports / name} is a file, and a run is a directory. Next: choose another name.")
         return reports / name
     number = 1
     while (reports / f"{name}-{number}").exists():

@@ -47,8 +47,8 @@ SUSPICIONS = {
     "shift_by_one": "The trainer found its log-probs shifted by one token against the sampler's",
     "temperature": "The trainer found the sampler sharper or flatter than itself: one of them scaled its logits by a "
     "temperature, the other not",
-    "truncated_support": "The trainer found the sampler speaking of a part of the vocabulary only (top-p, top-k, or "
-    "min-p)",
+    "truncated_support": "The trainer found the sampler speaking of a part of the vocabulary only (top-p, top-k, "
+    "min-p, or a grammar that the agent asked for)",
 }
 """What a detector's name in a step's `agreement_suspect` says."""
 

@@ -174,8 +174,8 @@ def _results(report: bytes, nonce: str) -> dict[str, bool] | None:
     lines = report.splitlines()
     try:
         said = json.loads(lines[0]) if len(lines) == 1 else {}
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    if not isinstance(said, dict) or said.get("nonce") != nonce:
+    if not isinstance(said, dict) or said.get("nonce") != nonce or not isinstance(said.get("results"), dict):
         return None
     return {str(name): passed is True for name, passed in said["results"].items()}

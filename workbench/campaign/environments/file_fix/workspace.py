@@ -58,6 +58,10 @@ class Workspace:
         times = self.source.count(old) if old else 0
         if times != 1:
             return f"error: this text occurs {times} times in {self.bug.file}; expected once"
+        try:
+            new.encode()
+        except UnicodeEncodeError as error:
+            return f"error: the new text is no Unicode text: {error.reason} at character {error.start}"
         changed = self.source.replace(old, new)
         if len(changed) > MAX_SOURCE:
             return f"error: the file would have {len(changed):,} characters; at most {MAX_SOURCE:,}"
