@@ -221,10 +221,10 @@ class PolicyServer:
         New calls wait meanwhile, and with `hold` until `resume`, so that the new weights can be proved before anything
         is sampled from them. Running calls end first; with `straddle` they are paused and go on with the new weights,
         their prompts and what they had sampled computed again, and nothing of that leaves before `resume`. How many
-        there were is `straddling` then. Once loading has begun, a failure leaves all calls held until an update succeeds.
-        Raises `WeightSyncError` when loading fails or the prefix cache was not reset,
+        there were is `straddling` then. Raises `WeightSyncError` when loading fails or the prefix cache was not reset,
         `DeadlineExceeded` when running calls do not end within `quiet_timeout_s` or loading takes longer than
-        `load_timeout_s`, `ComponentDied` when the engine is gone.
+        `load_timeout_s`, `ComponentDied` when the engine is gone. After a failure in or after loading all calls stay
+        held until an update succeeds.
         """
         if version <= self._version:
             raise WeightSyncError(f"Weight version {version} came after {self._version}; versions only grow.")
