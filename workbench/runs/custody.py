@@ -43,8 +43,9 @@ _SAME = (
 
 
 def ledger_files(directory: Path) -> list[Path]:
-    """The ledger files of a directory, by rollout id; hidden files are no ledgers."""
-    return sorted(path for path in directory.glob(f"*{SUFFIX}") if not path.name.startswith("."))
+    """The ledger files of a directory, by rollout id; hidden files and directories are no ledgers."""
+    found = (path for path in directory.glob(f"*{SUFFIX}") if not path.name.startswith("."))
+    return sorted(path for path in found if not path.is_dir())
 
 
 def rollout_of(path: Path) -> str:
@@ -78,7 +79,7 @@ def recorded_calls(directory: Path) -> dict[str, list[dict[str, Any]]]:
     for path in ledger_files(directory):
         try:
             recorded[rollout_of(path)] = ledger_rows(path)
-        except RunStoreError as error:
+        except (RunStoreError, OSError) as error:
             recorded[rollout_of(path)] = [_unreadable(path, error)]
     return recorded
 

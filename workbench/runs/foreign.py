@@ -16,7 +16,7 @@ from typing import Any
 
 import polars as pl
 
-from workbench.errors import LedgerCorrupt, RunStoreError
+from workbench.errors import RunStoreError, WorkbenchError
 from workbench.ledger import LedgerStore, assemble_receipt
 from workbench.runs.custody import ledger_files, ledger_rows, rollout_of
 from workbench.runs.damage import in_short, torn_lines
@@ -49,6 +49,9 @@ class ForeignLedger:
         self._receipts: dict[str, RolloutReceipt] = {}
         self._frames: dict[str, pl.DataFrame] = {}
         self._broken: list[str] = []
+
+    def __reduce__(self) -> tuple[type[ForeignLedger], tuple[Path]]:
+        return ForeignLedger, (self.path,)  # read again where it is opened; its locks cannot travel
 
     def __repr__(self) -> str:
         calls, rollouts = self.calls, self.rollouts
@@ -100,7 +103,7 @@ class ForeignLedger:
             try:
                 receipt = self.receipt(rollout_id)
                 recorded = ledger_rows(path)
-            except (LedgerCorrupt, RunStoreError) as error:
+            except (WorkbenchError, OSError) as error:
                 # Without its ledger nothing can be received of the rollout; the detail names file and line.
                 cause = Cause.MISSING_RECEIPT.value
                 rollouts.append({"rollout_id": rollout_id, "cause": cause, "detail": str(error)})

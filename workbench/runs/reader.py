@@ -14,7 +14,7 @@ Not here: which columns there are (schema, frames), foreign ledgers (foreign), p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -200,6 +200,14 @@ class Run:
             paths,
             lambda: sampled_logprobs(self.name, self._read("rows"), self._read("train")),
         )
+
+    def ids_before(self, places: Sequence[tuple[str, int]], count: int) -> list[list[int]]:
+        """The `count` ids before each place (rollout id, position) of a training row, carried ones too; fewer at its
+        start, none for a rollout without a row."""
+        rows = self._read("rows", ["rollout_id", "token_ids"])
+        rows = rows.filter(pl.col("rollout_id").is_in([rollout_id for rollout_id, _ in places]))
+        ids_of = dict(rows.iter_rows())
+        return [ids_of.get(rollout_id, [])[max(0, at - count) : at] for rollout_id, at in places]
 
     def drift(self, rollout_id: str | None = None) -> pl.DataFrame:
         """One row an unresolved call: which call it nearly continues, the first item, place and token that differ.
