@@ -293,7 +293,7 @@ class LogprobDelta(LiveView):
             .head(count)
         )
         rows = ranked.to_dicts()
-        if hasattr(self.source, "ids_before"):
+        if self.source is not None and hasattr(self.source, "ids_before"):
             preceding = self.source.ids_before([(row["rollout_id"], row["position"]) for row in rows], _CONTEXT)
         else:
             preceding = [self._sampled_before(row["at"]) for row in rows]

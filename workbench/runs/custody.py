@@ -14,7 +14,7 @@ from typing import Any
 from workbench.errors import LedgerCorrupt, RunStoreError
 from workbench.ledger.resolve import CustodyRow, FailureRow
 from workbench.ledger.rows import parse_row
-from workbench.runs.frames import read_lines
+from workbench.runs.frames import read_lines, scan_lines
 from workbench.runs.relations import relate
 from workbench.wire import Cause
 
@@ -46,6 +46,16 @@ def ledger_files(directory: Path) -> list[Path]:
     """The ledger files of a directory, by rollout id; hidden files and directories are no ledgers."""
     found = (path for path in directory.glob(f"*{SUFFIX}") if not path.name.startswith("."))
     return sorted(path for path in found if not path.is_dir())
+
+
+def event_files(directory: Path) -> list[Path]:
+    """The files beside the ledgers that hold diagnoses; not every ledger has one."""
+    return [path.with_name(f"{rollout_of(path)}{EVENTS_SUFFIX}") for path in ledger_files(directory)]
+
+
+def broken_events(directory: Path) -> list[str]:
+    """One sentence for each diagnosis that cannot be read; it costs itself and not the calls."""
+    return [words for path in event_files(directory) for words in scan_lines(path).broken]
 
 
 def rollout_of(path: Path) -> str:
@@ -122,7 +132,7 @@ def _add_drift(path: Path, calls: list[dict[str, Any]]) -> None:
     """What the gateway noted about unresolved calls, from the events beside the ledger, where there are any."""
     noted = {
         event.get("model_call_id"): event
-        for event in read_lines(path.with_name(f"{rollout_of(path)}{EVENTS_SUFFIX}"))
+        for event in scan_lines(path.with_name(f"{rollout_of(path)}{EVENTS_SUFFIX}")).rows
         if event.get("kind") == "drift" and isinstance(event.get("model_call_id"), str)
     }
     for call in calls:

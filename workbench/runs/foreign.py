@@ -18,7 +18,7 @@ import polars as pl
 
 from workbench.errors import RunStoreError, WorkbenchError
 from workbench.ledger import LedgerStore, assemble_receipt
-from workbench.runs.custody import ledger_files, ledger_rows, rollout_of
+from workbench.runs.custody import broken_events, ledger_files, ledger_rows, rollout_of
 from workbench.runs.damage import in_short, torn_lines
 from workbench.runs.frames import frame_of
 from workbench.runs.reader import Run, is_ledger, open
@@ -65,7 +65,7 @@ class ForeignLedger:
     def damage(self) -> list[str]:
         """One sentence for each ledger line that could not be read, with its file and place; usually none."""
         self._build()
-        return [*self._broken, *torn_lines(ledger_files(self.path))]
+        return [*self._broken, *broken_events(self.path), *torn_lines(ledger_files(self.path))]
 
     @property
     def calls(self) -> pl.DataFrame:

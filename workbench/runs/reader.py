@@ -26,7 +26,7 @@ import polars as pl
 from workbench.errors import RunStoreError
 from workbench.runs import frames
 from workbench.runs.condition import is_being_written, read_recipe, read_status
-from workbench.runs.custody import known_calls, ledger_files, recorded_calls
+from workbench.runs.custody import broken_events, event_files, known_calls, ledger_files, recorded_calls
 from workbench.runs.damage import in_short, torn_lines
 from workbench.runs.gathered import TABLES, Gathered
 from workbench.runs.staged import staged_call
@@ -97,6 +97,8 @@ class Run:
         told = [words for name in _JOURNALS for words in self._scanned(name).broken]
         if self._stored_recipe() is None:
             told.append(f"{self.path / 'recipe.yaml'} is not YAML")
+        ledger = self.path / "ledger"
+        told += self._cached("diagnoses", event_files(ledger), lambda: broken_events(ledger))
         if not is_being_written(self.path):
             files = [self.path / f"{name}.jsonl" for name in _JOURNALS] + ledger_files(self.path / "ledger")
             told += self._cached("torn", files, lambda: torn_lines(files))
@@ -148,7 +150,9 @@ class Run:
     @property
     def calls(self) -> pl.DataFrame:
         """One row a model call: staged, failed and unresolved ones, of rollouts still in flight too."""
-        paths = [*self._parts("calls"), *ledger_files(self.path / "ledger")]
+        ledger = self.path / "ledger"
+        # A diagnosis is written after the row that it is about.
+        paths = [*self._parts("calls"), *ledger_files(ledger), *event_files(ledger), self.path / "events.jsonl"]
         return self._frame("calls", paths, self._build_calls)
 
     @property
