@@ -261,7 +261,9 @@ def test_a_look_up_reads_no_row_twice(tmp_path: Path, monkeypatch: pytest.Monkey
     grown(store, 100)
     taken: list[int] = []
     inner = Journal._take
-    monkeypatch.setattr(Journal, "_take", lambda self, number, line: (taken.append(number), inner(self, number, line)))
+    monkeypatch.setattr(
+        Journal, "_take", lambda self, value, line: (taken.append(self._lines + 1), inner(self, value, line))
+    )
     ask = [user("question 7"), model("answer 7"), user("more")]
     for _ in range(50):
         assert store.resolve(R, ask).parent == "c7"

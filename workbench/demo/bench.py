@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import os
 import secrets
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,6 +31,7 @@ from workbench.finalizer.parts import write_group
 from workbench.gateway.app import Gateway
 from workbench.gateway.client import ControlClient
 from workbench.gateway.settings import WORKER_TOKEN, GatewaySettings
+from workbench.gateway.sockets import listen
 from workbench.ledger import assemble_receipt
 from workbench.runs.vocabulary import load_vocabulary
 from workbench.runs.writer import RunWriter
@@ -191,7 +191,7 @@ class _QuietServer(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def _served(app: Any) -> AsyncIterator[str]:
-    listener = socket.create_server(("127.0.0.1", 0))
+    (listener,) = listen("127.0.0.1", 0, 1)
     server = _QuietServer(uvicorn.Config(app, log_level="error", lifespan="off", log_config=None))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:

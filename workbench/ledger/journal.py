@@ -74,17 +74,15 @@ class Journal:
 
             def append(row: dict[str, Any], *, durable: bool = True) -> None:
                 line = encode_line(row)
-                orjson.loads(line)  # half a surrogate pair can be written but not read back; it must not get in
-                size = os.fstat(fd).st_size
-                if size != self._read_to:
+                value = orjson.loads(line)  # half a surrogate pair can be written but not read back; it must not get in
+                if os.fstat(fd).st_size != self._read_to:
                     os.ftruncate(fd, self._read_to)
-                os.lseek(fd, self._read_to, os.SEEK_SET)
-                view = memoryview(line)
-                while view:
-                    view = view[os.write(fd, view) :]
+                written = 0
+                while written < len(line):
+                    written += os.pwrite(fd, line[written:], self._read_to + written)
                 if durable:
                     os.fsync(fd)
-                self._take(self._lines + 1, line)
+                self._take(value, line)
                 self._seen = self._signature(os.fstat(fd))
 
             yield append
@@ -98,8 +96,8 @@ class Journal:
             self._reset()
         lines = _read_from(fd, self._read_to, stat.st_size).split(b"\n")
         lines.pop()  # what follows the last newline: empty, or a line that was never finished
-        for line in lines:
-            self._take(self._lines + 1, line + b"\n")
+        for number, line in enumerate(lines, start=self._lines + 1):
+            self._take(self._parsed(number, line), line + b"\n")
         self._seen = signature
 
     def _grew_only(self, fd: int, stat: os.stat_result) -> bool:
@@ -111,16 +109,18 @@ class Journal:
             and os.pread(fd, len(self._anchor), self._read_to - len(self._anchor)) == self._anchor
         )
 
-    def _take(self, number: int, line: bytes) -> None:
+    def _parsed(self, number: int, line: bytes) -> Any:
         try:
-            value = orjson.loads(line)
+            return orjson.loads(line)
         except orjson.JSONDecodeError as error:
             raise LedgerCorrupt(
                 f"{self.path}, line {number}: expected one JSON object, got {line[:60]!r} ({error}); the line is "
                 "complete, so this is no interrupted write. Next: keep the file, drop this rollout."
             ) from None
-        self._on_line(number, value)
-        self._lines = number
+
+    def _take(self, value: Any, line: bytes) -> None:
+        self._on_line(self._lines + 1, value)
+        self._lines += 1
         self._read_to += len(line)
         self._anchor = line[-64:]
 
