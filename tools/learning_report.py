@@ -66,6 +66,14 @@ def same_but_for_the_seed(played: list[dict[str, Any]]) -> None:
         raise SystemExit("the runs' recipes differ in more than seed, name and deadlines")
 
 
+def each_seed_once(played: list[dict[str, Any]]) -> None:
+    """Exit where a seed is there twice: it would count as a second sample and narrow the bounds."""
+    seeds = [run["seed"] for run in played]
+    if twice := sorted({seed for seed in seeds if seeds.count(seed) > 1}):
+        names = ", ".join(run["run"] for run in played if run["seed"] == twice[0])
+        raise SystemExit(f"seed {twice[0]} is there more than once ({names}); a sample is a run with a seed of its own")
+
+
 def picture(learned: list[dict[str, Any]], controls: list[dict[str, Any]], path: Path) -> None:
     with house_style():
         figure = Figure(figsize=(7.2, 3.2), layout="constrained")
@@ -143,6 +151,8 @@ def main() -> int:
     same_but_for_the_seed([*learned, *controls])
     if not all(run["shuffled"] for run in controls) or any(run["shuffled"] for run in learned):
         raise SystemExit("the control must have train.advantage.shuffle, and the others must not")
+    each_seed_once(learned)
+    each_seed_once(controls)
     seeds = rise_over_seeds([run["rewards"] for run in learned])
     if seeds is None:
         raise SystemExit("the spread between seeds needs at least two of them")

@@ -37,7 +37,8 @@ class Comparison:
 
     def see(self, what: str, stored: Any, recomputed: Any) -> None:
         difference = np.abs(np.asarray(stored, float) - np.asarray(recomputed, float))
-        self.worst[what] = max(self.worst[what], float(difference.max(initial=0.0)))
+        # Kept where it is no number: a NaN in a record equals nothing.
+        self.worst[what] = float(np.max([self.worst[what], *np.ravel(difference)]))
         self.count[what] += difference.size
 
     @property
@@ -179,10 +180,15 @@ def recompute(run: Path, model: Path | None = None) -> Comparison:
         part = pq.read_table(run / "train" / f"step-{step['step']}.parquet").to_pylist()
         rows = [stored[record["rollout_id"]] | record for record in part]
         votes = [row["sample_mask"] == 1 for row in rows]
+        # Rows that were rejected for old tokens have no place in a baseline; their log-probs are recorded all the same.
+        rejected = recipe["train"].get("off_policy") == "reject"
+        voted = [
+            vote and not (rejected and row["left_out"] == "off_policy") for row, vote in zip(rows, votes, strict=True)
+        ]
         result.see(
             "advantage",
             [row["advantage"] for row in rows],
-            advantages([r["reward"] for r in rows], [r["group_id"] for r in rows], votes, recipe["train"]["advantage"]),
+            advantages([r["reward"] for r in rows], [r["group_id"] for r in rows], voted, recipe["train"]["advantage"]),
         )
         if not (recipe["train"].get("kl") or {}).get("coefficient"):
             result.see("loss", step["loss"], clipped_loss(rows, recipe["train"], recipe["model"]["max_model_len"]))
@@ -194,8 +200,9 @@ def recompute(run: Path, model: Path | None = None) -> Comparison:
                 if vote
             ]
         )
-        result.see("token_mult_prob_error", step["token_mult_prob_error"], np.exp(np.abs(delta_K)).mean())
-        result.see("gen_kl_error", step["gen_kl_error"], (np.exp(delta_K) - 1 - delta_K).mean())
+        if delta_K.size or step["gen_kl_error"] is not None:
+            result.see("token_mult_prob_error", step["token_mult_prob_error"], np.exp(np.abs(delta_K)).mean())
+            result.see("gen_kl_error", step["gen_kl_error"], (np.exp(delta_K) - 1 - delta_K).mean())
         folder = model if step["step"] == 1 else run / "weights" / f"v{step['step'] - 1}"
         if folder is None or not folder.is_dir() or (step["step"] > 1 and recipe["model"]["dtype"] != "float32"):
             continue

@@ -87,6 +87,7 @@ def test_several_controls_are_judged_by_what_differs_between_them(run, report):
     [
         (RISING[:20], "seed=2", "has taken 20 of 40 steps"),
         (RISING, "train.learning_rate=1e-6", "differ in more than seed, name and deadlines"),
+        (RISING, "seed=1", r"seed 1 is there more than once \(s1, s2\)"),
         (RISING, "train.advantage.shuffle=true", "the control must have train.advantage.shuffle, and the others must"),
     ],
 )

@@ -12,7 +12,7 @@ from workbench.finalizer.group import assemble
 from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome
 from workbench.finalizer.metrics import GroupMetrics
 from workbench.finalizer.parts import write_group
-from workbench.finalizer.routes import RouteDims, RouteSettings, loss_positions
+from workbench.finalizer.routes import RouteDims, RouteSettings, known_positions, loss_positions
 from workbench.finalizer.rows import pack_row
 from workbench.finalizer.stored import read_group
 from workbench.runs.frames import read_parts
@@ -192,3 +192,16 @@ async def test_stored_routes_are_plain_bytes_beside_the_extras(tmp_path):
 
 def test_a_position_counts_where_its_logits_enter_the_loss():
     assert loss_positions(np.array([0, 0, 1, 1, 0, 1])).tolist() == [False, True, True, False, True, False]
+
+
+def test_a_position_is_covered_where_every_layer_with_experts_has_its_whole_route():
+    """Replay leaves a layer of a token to its own router where any id of it is unknown; coverage must say so."""
+    values = np.ones((5, 3, 2), dtype=np.int16)
+    values[:, 1] = -1  # a dense layer
+    values[1, 2] = -1
+    values[2, 0, 1] = -1
+    values[4] = -1
+    assert known_positions(values).tolist() == [True, False, False, True, False]
+    assert known_positions(values, [0]).tolist() == [True, True, False, True, False]
+    assert not known_positions(values, [0, 1, 2]).any()
+    assert not known_positions(np.full((3, 2, 2), -1, dtype=np.int8)).any()

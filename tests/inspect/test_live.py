@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -198,6 +199,8 @@ def test_choosing_a_rejected_rollout_opens_its_chain(run):
     assert len(live.causes.rollouts) == live.causes.total == 4
     lost = next(row for row in live.causes.rollouts if row["cause"] == "unresolved_parent")
     assert lost["near_item"] == 0 and "history" not in lost["where"] and lost["call_id"][:8] in lost["where"]
+    said = [row["meaning"] for row in live.causes.failures]
+    assert said and all(escape(words) in table.html() for words in said), "live and snapshot explain a call differently"
     live.causes.chosen = lost["rollout_id"]
     words, _ = unpack(live.rollout.chain.block)
     assert lost["call_id"] in words["ids"] and live.rollout.chain.custody["state"] == "rejected"
@@ -257,7 +260,7 @@ def test_a_rollout_in_flight_has_a_chain_and_says_that_its_tokens_are_not_stored
         words, _ = unpack(live.chain.block)
         assert len(words["ids"]) == 4 and "1 retry" in repr(chain)
         live.chain.selected = words["ids"][0]
-        assert live.tokens.block == b"" and "flying.0.0.0" in live.tokens.missing
+        assert live.tokens.block == b"" and "flying.0.0.0 of run flying is not finalised yet" in live.tokens.missing
     finally:
         playing.writer.close()
 

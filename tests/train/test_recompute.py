@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from workbench import demo, models
+from workbench import demo, models, runs
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "recompute_run.py"
 
@@ -37,10 +37,11 @@ def test_a_recorded_run_equals_its_recomputation():
     folder = models.build("smollm2-135m")
     code, said = recompute(demo.recorded_run(), "--model", str(folder))
     assert code == 0, said
-    assert "logprob                      128 values" in said and "advantage                     16 values" in said
+    at_start = runs.open(demo.recorded_run()).steps["sampled_tokens"][0]
+    assert f"logprob {at_start:>24} values" in said and "advantage                     16 values" in said
 
 
-@pytest.mark.parametrize("what", ["advantage", "reward", "loss"])
+@pytest.mark.parametrize("what", ["advantage", "reward", "loss", "no number"])
 def test_a_changed_number_is_seen(copied, what):
     if what == "loss":
         lines = (copied / "steps.jsonl").read_text().splitlines()
@@ -48,12 +49,13 @@ def test_a_changed_number_is_seen(copied, what):
         lines[-1] = json.dumps(last | {"loss": last["loss"] + 1e-4})
         (copied / "steps.jsonl").write_text("\n".join(lines) + "\n")
     else:
-        path = next(iter(sorted((copied / ("train" if what == "advantage" else "rows")).glob("*.parquet"))))
+        column, added = ("advantage", float("nan")) if what == "no number" else (what, 0.01)
+        path = next(iter(sorted((copied / ("rows" if what == "reward" else "train")).glob("*.parquet"))))
         table = pq.read_table(path)
-        values = table[what].to_pylist()
+        values = table[column].to_pylist()
         voting = table["sample_mask"].to_pylist().index(1)
-        values[voting] += 0.01
-        at = table.schema.get_field_index(what)
-        pq.write_table(table.set_column(at, what, pa.array(values, table.schema.field(what).type)), path)
+        values[voting] += added
+        at = table.schema.get_field_index(column)
+        pq.write_table(table.set_column(at, column, pa.array(values, table.schema.field(column).type)), path)
     code, said = recompute(copied)
     assert code == 1, said

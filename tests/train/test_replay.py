@@ -186,12 +186,22 @@ def test_routes_of_a_perturbed_router_bring_the_trainer_to_the_sampler(moe, moe_
 def test_replay_without_a_single_route_is_an_error(moe, moe_path, tmp_path):
     with pytest.raises(TrainerError, match=r"none of the 64 positions in the loss has a route"):
         trainer(moe_path, tmp_path).step_on(1, rows_of(moe, known=False))
+    # A layer that was never recorded is replayed nowhere, whatever is known of the others.
+    rows = rows_of(moe)
+    for row in rows:
+        row.routes[:, 1] = -1
+    with pytest.raises(TrainerError, match="of the 64 positions in the loss has a route"):
+        trainer(moe_path, tmp_path).step_on(1, rows)
 
 
 def test_routes_of_another_shape_are_of_another_model(moe, moe_path, tmp_path):
     row = rows_of(moe, 1)[0]
     with pytest.raises(TrainerError, match=r"routes of 2 layers × 4 experts, the model has 3 × 4"):
         trainer(moe_path, tmp_path).step_on(1, [replace(row, routes=row.routes[:, :2])])
+    beyond = row.routes.copy()
+    beyond[3, 1, 0] = 64
+    with pytest.raises(TrainerError, match=r"route to expert 64, a layer of the model has \d+: it was"):
+        trainer(moe_path, tmp_path).step_on(1, [replace(row, routes=beyond)])
 
 
 def test_published_weights_are_the_trained_ones_under_the_files_names(moe, moe_path, tmp_path):

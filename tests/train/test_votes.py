@@ -90,10 +90,22 @@ def test_gdpo_takes_the_components_that_the_recipe_names():
     np.testing.assert_allclose(both.advantages, [0, 0, 0], atol=1e-12)
 
 
+@pytest.mark.parametrize("weights", [None, [1.0, 2.0], {"form": 1.0, "near": 2.0}])
+def test_gdpo_has_nothing_to_say_of_placeholders_alone(weights):
+    rows = [parts(0, valid=False), parts(1, form=1.0, valid=False)]
+    ballot = cast_votes(rows, version=0, advantage={"name": "gdpo", "options": {"weights": weights}})
+    assert ballot.advantages.tolist() == [0.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("rows", "options", "says"),
     [
         ([parts(0, form=1.0), parts(1, near=1.0)], {}, "run.0.1.0 has no reward component form; it has: near"),
+        (
+            [parts(0, form=1.0), parts(1, form=0.0, near=9.0)],
+            {},
+            "run.0.0.0 has no reward component near, which row run.0.1.0",
+        ),
         ([parts(0), parts(1)], {}, "needs the parts of each reward"),
         ([parts(0, form=1.0), parts(1, form=0.0)], {"weights": {"from": 1.0}}, "no reward component from"),
     ],

@@ -124,9 +124,12 @@ class CapturingEngine(GatedEngine):
         return task
 
     async def _stop(self, call: TaggedCall, recording: asyncio.Task[None]) -> None:
-        deadline = asyncio.get_running_loop().time() + ABORT_TIMEOUT_S
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + ABORT_TIMEOUT_S
         # Repeated because an abort is lost when it comes before the engine has taken the request.
-        while not recording.done() and asyncio.get_running_loop().time() < deadline:
+        while not recording.done() and clock() < deadline:
+            if self._gate.holds_outputs:  # the engine's last word is here, or will be, and waits for the proof
+                deadline = clock() + ABORT_TIMEOUT_S
             with contextlib.suppress(Exception):
                 await self._engine.abort(call.admission.model_call_id)
             await asyncio.wait([recording], timeout=0.2)

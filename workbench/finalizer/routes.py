@@ -174,9 +174,13 @@ def loss_positions(token_mask: np.ndarray) -> np.ndarray:
     return before_T
 
 
-def known_positions(routes: np.ndarray) -> np.ndarray:
-    """(T,) bool: positions with a route in any layer (a layer without experts has none anywhere)."""
-    return np.asarray((routes >= 0).any(axis=(1, 2)))
+def known_positions(routes: np.ndarray, layers: Sequence[int] | None = None) -> np.ndarray:
+    """(T,) bool: positions whose whole route is known in each of `layers`; None: those with a route anywhere, because a
+    layer without experts has none."""
+    known_TLK = np.asarray(routes) >= 0
+    own = np.flatnonzero(known_TLK.any(axis=(0, 2))) if layers is None else np.asarray(layers, dtype=np.int64)
+    whole_TL = np.asarray(known_TLK.all(axis=2))
+    return np.asarray(whole_TL[:, own].all(axis=1) & (own.size > 0))
 
 
 def route_counts(plan: RoutePlan, routes: np.ndarray, token_mask: np.ndarray) -> Counter[str]:

@@ -14,7 +14,7 @@ Not here: which columns there are (schema, frames), foreign ledgers (foreign), p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -26,7 +26,7 @@ import polars as pl
 from workbench.errors import RunStoreError
 from workbench.runs import frames
 from workbench.runs.condition import is_being_written, read_recipe, read_status
-from workbench.runs.custody import known_calls, ledger_files, recorded_calls
+from workbench.runs.custody import broken_events, event_files, known_calls, ledger_files, recorded_calls
 from workbench.runs.damage import in_short, torn_lines
 from workbench.runs.gathered import TABLES, Gathered
 from workbench.runs.staged import staged_call
@@ -82,9 +82,10 @@ class Run:
 
     def __repr__(self) -> str:
         row = self.campaign.row(0, named=True)
+        steps, groups = (f"{row[name]} {name[:-1] if row[name] == 1 else name}" for name in ("steps", "groups"))
         version = "" if row["weight_version"] is None else f" · weight version {row['weight_version']}"
         return (
-            f"Run {row['run']} · {row['state']} · {row['steps']} steps · {row['groups']} groups · "
+            f"Run {row['run']} · {row['state']} · {steps} · {groups} · "
             f"{row['valid_rollouts']} of {row['rollouts']} rollouts valid{version}{in_short(self.damage, self.path)}"
         )
 
@@ -97,6 +98,8 @@ class Run:
         told = [words for name in _JOURNALS for words in self._scanned(name).broken]
         if self._stored_recipe() is None:
             told.append(f"{self.path / 'recipe.yaml'} is not YAML")
+        ledger = self.path / "ledger"
+        told += self._cached("diagnoses", event_files(ledger), lambda: broken_events(ledger))
         if not is_being_written(self.path):
             files = [self.path / f"{name}.jsonl" for name in _JOURNALS] + ledger_files(self.path / "ledger")
             told += self._cached("torn", files, lambda: torn_lines(files))
@@ -148,7 +151,9 @@ class Run:
     @property
     def calls(self) -> pl.DataFrame:
         """One row a model call: staged, failed and unresolved ones, of rollouts still in flight too."""
-        paths = [*self._parts("calls"), *ledger_files(self.path / "ledger")]
+        ledger = self.path / "ledger"
+        # A diagnosis is written after the row that it is about.
+        paths = [*self._parts("calls"), *ledger_files(ledger), *event_files(ledger), self.path / "events.jsonl"]
         return self._frame("calls", paths, self._build_calls)
 
     @property
@@ -200,6 +205,14 @@ class Run:
             paths,
             lambda: sampled_logprobs(self.name, self._read("rows"), self._read("train")),
         )
+
+    def ids_before(self, places: Sequence[tuple[str, int]], count: int) -> list[list[int]]:
+        """The `count` ids before each place (rollout id, position) of a training row, carried ones too; fewer at its
+        start, none for a rollout without a row."""
+        rows = self._read("rows", ["rollout_id", "token_ids"])
+        rows = rows.filter(pl.col("rollout_id").is_in([rollout_id for rollout_id, _ in places]))
+        ids_of = dict(rows.iter_rows())
+        return [ids_of.get(rollout_id, [])[max(0, at - count) : at] for rollout_id, at in places]
 
     def drift(self, rollout_id: str | None = None) -> pl.DataFrame:
         """One row an unresolved call: which call it nearly continues, the first item, place and token that differ.
@@ -322,6 +335,13 @@ class Run:
         return frames.read_parts(table, [])
 
     def _unknown(self, rollout_id: str) -> RunStoreError:
+        recorded = self.calls.filter(rollout_id=rollout_id).height
+        if recorded:
+            when = "yet" if is_being_written(self.path) else "and never was: the run ended before"
+            return RunStoreError(
+                f"Rollout {rollout_id} of run {self.name} is not finalised {when}; its {recorded:,} recorded "
+                f"call{'' if recorded == 1 else 's'} can be seen (PrefixChain), its tokens are stored with its group"
+            )
         known = self.rollouts["rollout_id"].to_list()
         some = f"for instance {', '.join(known[:3])}" if known else "none yet"
         return RunStoreError(f"Run {self.name} has no rollout {rollout_id!r}; it has {len(known)}, {some}")

@@ -2,7 +2,7 @@
 
 Invariant: no generation straddles two weight versions, because a closing gate waits until the running ones are done.
 The exception is asked for: with `straddle` running calls stay, and what the engine says of them is held back until the
-new weights are proved.
+new weights are proved. Of weights in doubt nothing is sampled: the gate stays closed until an update ends well.
 Not here: pausing the engine and loading weights (worker, weights), recording what ran (capture).
 """
 
@@ -26,6 +26,9 @@ class GenerationGate:
         self.running = 0
         self.held = False
         """Whether a weight update has ended and keeps calls back all the same, until `open`."""
+        self.in_doubt = False
+        """Whether a weight update has begun to change weights and has not come to its good end."""
+        self._taken = False
         self._open = asyncio.Event()
         self._open.set()
         self._idle = asyncio.Event()
@@ -54,10 +57,12 @@ class GenerationGate:
         """Hold while nothing may run; `stay_closed` leaves the gate closed afterwards, until `open`.
 
         With `straddle` running calls stay, for the holder to pause them; their outputs wait in `proved` until `open`.
+        A holder that sets `in_doubt` before it changes anything, and fails, leaves the gate closed for another to try.
         Raises `DeadlineExceeded`, with the gate open, when running calls do not end within `timeout_s`.
         """
-        if not self._open.is_set():
+        if self._taken or not (self._open.is_set() or self.in_doubt):
             raise CaptureError("A weight update is already in progress; expected one at a time.")
+        self._taken = True
         self._open.clear()
         try:
             if straddle:
@@ -66,8 +71,11 @@ class GenerationGate:
                 await self._wait_until_idle(timeout_s)
             yield
         except BaseException:
-            self.open()
+            if not self.in_doubt:
+                self.open()
             raise
+        finally:
+            self._taken = False
         self.held = stay_closed
         if not stay_closed:
             self.open()
@@ -86,9 +94,14 @@ class GenerationGate:
         self._proved.set()
         self._open.set()
 
+    @property
+    def holds_outputs(self) -> bool:
+        """Whether what running calls sample is held back for now."""
+        return not self._proved.is_set()
+
     async def proved(self) -> None:
         """Wait while a running call may have output of weights that nobody has proved yet."""
-        while not self._proved.is_set():
+        while self.holds_outputs:
             await self._proved.wait()
 
 

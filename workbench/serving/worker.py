@@ -4,8 +4,9 @@
     update_weights: hold new calls → wait until none runs, or pause those that do → load and repack → reset the prefix
                     cache → version := new
 `PolicyServer` is a plain async class; `PolicyWorker` is the Ray actor around it, staging into TransferQueue.
-Invariants: a call's version is the one at its admission; no call straddles two versions; when this process dies, killed
-too, the engine's processes end with it.
+Invariants: a call's version is the one at its admission; no call straddles two versions but where that is asked for;
+nothing is sampled after an update that failed while it loaded; when this process dies, killed too, the engine's
+processes end with it.
 Not here: how a call is captured (engine, splice, core), what the start-up probe asks (probe).
 """
 
@@ -222,7 +223,8 @@ class PolicyServer:
         their prompts and what they had sampled computed again, and nothing of that leaves before `resume`. How many
         there were is `straddling` then. Raises `WeightSyncError` when loading fails or the prefix cache was not reset,
         `DeadlineExceeded` when running calls do not end within `quiet_timeout_s` or loading takes longer than
-        `load_timeout_s`, `ComponentDied` when the engine is gone.
+        `load_timeout_s`, `ComponentDied` when the engine is gone. After a failure in or after loading all calls stay
+        held until an update succeeds.
         """
         if version <= self._version:
             raise WeightSyncError(f"Weight version {version} came after {self._version}; versions only grow.")
@@ -237,16 +239,17 @@ class PolicyServer:
                     await self._pause()
             timings["quiet_s"] = time.perf_counter() - began
             if self.config.engine == "vllm":
+                self.gate.in_doubt = True
                 timings |= await self._load(path)
                 await self.engine.update_weight_version(str(version))
                 if straddle:
                     await self.engine.resume_generation()
             self._version = version
+            self.gate.in_doubt = False
         return timings | {"total_s": time.perf_counter() - began}
 
     async def _pause(self) -> None:
-        """Freeze running calls between two steps of the engine. Should loading fail they stay frozen: nothing is to be
-        sampled from weights in doubt."""
+        """Freeze running calls between two steps of the engine; should loading fail they stay frozen."""
         try:
             pause = self.engine.pause_generation(mode="keep", clear_cache=False)
             await asyncio.wait_for(pause, self.config.load_timeout_s)

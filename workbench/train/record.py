@@ -60,7 +60,7 @@ def replay_metrics(
     """Of router replay: `replay_coverage`, the share of positions in the loss whose routes were replayed;
     `router_agreement`, how often the model's own router would have chosen the same experts, over tokens and layers, and
     `router_agreement_by_layer`, by the layer's index in `layers`. None where nothing was replayed."""
-    covered, positions = coverage(rows, masks)
+    covered, positions = coverage(rows, masks, layers)
     held = [values for values in agreement_NT if values is not None]
     same_TL = np.concatenate(held) if held else np.zeros((0, 0))
     same_TL = same_TL[~np.isnan(same_TL).all(axis=1)] if same_TL.size else same_TL

@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 
 from workbench.errors import TrainerError
@@ -30,7 +31,7 @@ _LAYER = re.compile(r"\blayers\.(\d+)\.")
 class RouterReplay:
     """The routers of `model`, a causal language model of transformers. TrainerError where replay cannot be exact.
 
-    `layers` are the indices of layers with experts, `topk` how many a token takes there.
+    `layers` are the indices of layers with experts, `topk` how many of `experts` a token takes there.
     """
 
     def __init__(self, model: Any) -> None:
@@ -44,7 +45,8 @@ class RouterReplay:
             )
         self.num_layers = int(model.config.num_hidden_layers)
         self.layers: list[int] = []
-        self.topk = int(next(iter(routers.values())).top_k)
+        first = next(iter(routers.values()))
+        self.topk, self.experts = int(first.top_k), int(first.weight.shape[0])
         for name, router in routers.items():
             place = _LAYER.search(name)
             if place is None:
@@ -53,12 +55,18 @@ class RouterReplay:
             self.layers.append(int(place[1]))
             router.register_forward_hook(self._hook(int(place[1])))
 
-    def check(self, rollout_id: str, layers: int, topk: int) -> None:
-        """TrainerError where a row's routes are of another model's shape."""
+    def check(self, rollout_id: str, routes: np.ndarray) -> None:
+        """TrainerError where a row's routes [T, layers, topk] are of another model's shape or experts."""
+        layers, topk = routes.shape[1:]
         if (layers, topk) != (self.num_layers, self.topk):
             raise TrainerError(
                 f"Training row {rollout_id} has routes of {layers} layers × {topk} experts, the model has "
                 f"{self.num_layers} × {self.topk}: it was sampled from another model."
+            )
+        if int(routes.max(initial=0)) >= self.experts:
+            raise TrainerError(
+                f"Training row {rollout_id} has a route to expert {int(routes.max())}, a layer of the model has "
+                f"{self.experts}: it was sampled from another model."
             )
 
     @contextlib.contextmanager

@@ -50,19 +50,20 @@ def fetch_routes(run_dir: Path, rows: Sequence[TrainRow]) -> list[TrainRow]:
     return out
 
 
-def coverage(rows: Sequence[TrainRow], masks: Sequence[np.ndarray]) -> tuple[int, int]:
-    """(positions with a known route, positions) of those whose logits enter the loss; `masks` (T,) bool: in it."""
+def coverage(rows: Sequence[TrainRow], masks: Sequence[np.ndarray], layers: Sequence[int]) -> tuple[int, int]:
+    """(positions with a known route, positions) of those whose logits enter the loss; `masks` (T,) bool: in it;
+    `layers`: the indices of those with experts."""
     covered = positions = 0
     for row, mask_T in zip(rows, masks, strict=True):
         before_T = loss_positions(mask_T)
         positions += int(before_T.sum())
-        covered += int((before_T & known_positions(row.routes)).sum()) if row.routes is not None else 0
+        covered += int((before_T & known_positions(row.routes, layers)).sum()) if row.routes is not None else 0
     return covered, positions
 
 
-def check_coverage(step: int, rows: Sequence[TrainRow], masks: Sequence[np.ndarray]) -> None:
+def check_coverage(step: int, rows: Sequence[TrainRow], masks: Sequence[np.ndarray], layers: Sequence[int]) -> None:
     """TrainerError when router replay is on and not one position in the loss has a route."""
-    covered, positions = coverage(rows, masks)
+    covered, positions = coverage(rows, masks, layers)
     if positions and not covered:
         raise TrainerError(
             f"Step {step}: router replay is on, and none of the {positions} positions in the loss has a route: the "

@@ -161,7 +161,7 @@ class Trainer:
             shuffle_seed=config.seed,
         )  # fmt: skip
         if self._replay is not None:
-            check_coverage(step, rows, ballot.masks)
+            check_coverage(step, rows, ballot.masks, self._replay.layers)
         trainer_NT, passed = self.backward(rows, ballot)
         check_alignment(step, trainer_NT, [row.logprobs for row in rows], [row.loss_mask for row in rows])
         voted = any(mask.any() for mask in ballot.masks)
@@ -186,7 +186,7 @@ class Trainer:
             rows = fetch_routes(self.run_dir, rows)
         for row in rows:
             if row.routes is not None:
-                self._replay.check(row.rollout_id, *row.routes.shape[1:])
+                self._replay.check(row.rollout_id, row.routes)
         return rows
 
     def backward(self, rows: Sequence[TrainRow], ballot: Ballot) -> tuple[list[np.ndarray], dict[str, Any]]:

@@ -103,10 +103,10 @@ def _rewards(rows: Sequence[TrainRow], valid_N: np.ndarray, advantage: dict[str,
         return np.array([row.reward for row in rows])
     weights = getattr(chosen, "weights", None)
     first = next((row for row, valid in zip(rows, valid_N, strict=True) if valid), None)
-    names = list(weights) if isinstance(weights, dict) else sorted(first.reward_components) if first else []
+    if first is None:
+        return np.zeros((len(rows), len(weights or "1")))
+    names = list(weights) if isinstance(weights, dict) else sorted(first.reward_components)
     if not names:
-        if first is None:
-            return np.zeros(len(rows))
         raise TrainerError(
             f"{advantage['name']} needs the parts of each reward, and row {first.rollout_id} has none; its environment "
             f"must return `components`, or the recipe must name another estimator."
@@ -117,6 +117,13 @@ def _rewards(rows: Sequence[TrainRow], valid_N: np.ndarray, advantage: dict[str,
         if valid_N[place] and lacking:
             has = ", ".join(sorted(row.reward_components)) or "none"
             raise TrainerError(f"Row {row.rollout_id} has no reward component {lacking[0]}; it has: {has}.")
+        # Which row comes first must not decide what is learned from.
+        more = sorted(set(row.reward_components) - set(names)) if valid_N[place] else []
+        if more and not isinstance(weights, dict):
+            raise TrainerError(
+                f"Row {first.rollout_id} has no reward component {more[0]}, which row {row.rollout_id} has. Next: name "
+                f"those that count in train.advantage.options.weights."
+            )
         matrix_NK[place] = [row.reward_components.get(name, np.nan) for name in names]
     return matrix_NK
 
