@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -16,7 +17,8 @@ import pytest
 
 from workbench.campaign.kernel import OwnKernel
 from workbench.campaign.notebook_file import check_parameters, parameter_names
-from workbench.campaign.runner import new_run_dir
+from workbench.campaign.runner import new_run_dir, resume_run, run_notebook
+from workbench.config import load_recipe
 from workbench.errors import RecipeError, SetupError
 from workbench.places import MARK, make_ray_directory, shipped
 
@@ -55,7 +57,7 @@ class Case:
     """A runner in a process of its own, with the pids its kernel reported."""
 
     def __init__(self, run_dir: Path, *cells: str, grace_s: float = 30.0) -> None:
-        run_dir.mkdir()
+        run_dir.mkdir(exist_ok=True)
         self.run_dir = run_dir
         path = notebook(run_dir.parent / f"{run_dir.name}.ipynb", *cells)
         self.process = subprocess.Popen(
@@ -171,6 +173,26 @@ def test_a_cell_that_ignores_the_interrupt_is_killed_after_the_grace(tmp_path):
     assert case.end() == 128 + signal.SIGINT
     assert case.executed.metadata.papermill.status == "killed"
     assert_gone(case.pids)
+
+
+@pytest.mark.kernel
+def test_the_summary_of_the_time_before_is_gone_while_a_run_goes_on(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text('{"status": "done"}')
+    case = Case(tmp_path / "run", START, "assert not (here / 'summary.json').exists()")
+    assert case.end() == 0, case.err
+
+
+def test_a_second_runner_at_a_run_is_refused_and_changes_nothing_of_it(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("of the first")
+    holder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    for begin in (run_notebook, resume_run):
+        with pytest.raises(SetupError, match="another workbench is at this run"):
+            begin(load_recipe("cpu_smoke"), tmp_path)
+    os.close(holder)
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+    assert (tmp_path / "recipe.yaml").read_text() == "of the first"
 
 
 def test_an_unknown_parameter_is_refused_with_the_nearest_one(tmp_path):

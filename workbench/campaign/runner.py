@@ -12,6 +12,7 @@ Not here: the campaign itself (controller), what the notebook shows.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import re
@@ -89,9 +90,10 @@ def resume_run(recipe: Recipe, run_dir: Path) -> int:
     Prints its summary and returns the exit code.
     """
     stored = run_dir / "recipe.yaml"
-    store_recipe(run_dir, recipe.model_dump(mode="json"))
     given = {"recipe": str(stored.resolve()), "overrides": [], "run_dir": str(run_dir.resolve()), "resume": True}
-    return tell(_execute(run_dir, given, live=True))
+    with _alone_in(run_dir):
+        store_recipe(run_dir, recipe.model_dump(mode="json"))
+        return tell(_execute(run_dir, given, live=True))
 
 
 def tell(result: NotebookResult) -> int:
@@ -149,8 +151,29 @@ def run_notebook(
         **(parameters or {}),
     }
     check_parameters(notebook or shipped("notebooks") / "10_campaign.ipynb", given)
-    store_recipe(run_dir, recipe.model_dump(mode="json"))
-    return _execute(run_dir, given, live=True, notebook=notebook)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with _alone_in(run_dir):
+        store_recipe(run_dir, recipe.model_dump(mode="json"))
+        return _execute(run_dir, given, live=True, notebook=notebook)
+
+
+@contextlib.contextmanager
+def _alone_in(run_dir: Path) -> Iterator[None]:
+    """Hold the directory itself: the store's own lock comes seconds later, when another runner's recipe and notebook
+    would have been written over. Raises SetupError where another process holds it."""
+    descriptor = os.open(run_dir, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise SetupError(
+                f"{run_dir}: another workbench is at this run. Next: wait for it, stop it, or choose another name."
+            ) from error
+        except OSError:
+            pass  # a file system without locks on directories; the store's own lock is left
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def new_run_dir(reports: Path | str, name: str, *, named: bool = False) -> Path:
@@ -190,6 +213,8 @@ def _execute(
     check_parameters(source, parameters)
     run_dir.mkdir(parents=True, exist_ok=True)
     if live:
+        # Until this ends there is none: the one that is there tells of the time before the run was gone on with.
+        (run_dir / "summary.json").unlink(missing_ok=True)
         store_environment(run_dir)
     target = run_dir / name
     began = time.monotonic()

@@ -5,7 +5,7 @@ own in the two arrays, and each has a detector here that gives a verdict with it
 
     shift_by_one        one array is moved by a position: every ratio would be about the wrong token
     temperature         the sampler divided its logits by T and the trainer did not, or the other way round
-    truncated_support   the sampler renormalised over a part of the vocabulary (top-p, top-k, min-p), the trainer not
+    truncated_support   the sampler renormalised over a part of the vocabulary (top-p, a grammar, …), the trainer not
 
 In: one (T,) array a row of trainer log-probs, sampler log-probs, mask. Invariant: a verdict needs `MIN_TOKENS` tokens
 and more than number formats explain; noise, a constant and newer weights give none. The trainer asks at every step, the
@@ -126,7 +126,7 @@ def truncated_support(trainer: Arrays, sampler: Arrays, masks: Arrays) -> Verdic
         return Verdict("truncated_support", "clear", "both speak of the whole vocabulary", evidence)
     words = (
         f"{below:.0%} of the tokens are less likely to the trainer, by {-mean:.2f} nat on average, and hardly any is "
-        f"likelier: top-p, top-k or min-p has cut the sampler's distribution and not the trainer's"
+        f"likelier: top-p, top-k, min-p or a grammar has cut the sampler's distribution and not the trainer's"
     )
     return Verdict("truncated_support", "found", words, evidence)
 
