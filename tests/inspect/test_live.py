@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -198,6 +199,8 @@ def test_choosing_a_rejected_rollout_opens_its_chain(run):
     assert len(live.causes.rollouts) == live.causes.total == 4
     lost = next(row for row in live.causes.rollouts if row["cause"] == "unresolved_parent")
     assert lost["near_item"] == 0 and "history" not in lost["where"] and lost["call_id"][:8] in lost["where"]
+    said = [row["meaning"] for row in live.causes.failures]
+    assert said and all(escape(words) in table.html() for words in said), "live and snapshot explain a call differently"
     live.causes.chosen = lost["rollout_id"]
     words, _ = unpack(live.rollout.chain.block)
     assert lost["call_id"] in words["ids"] and live.rollout.chain.custody["state"] == "rejected"

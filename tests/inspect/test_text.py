@@ -24,6 +24,10 @@ def test_bytes_that_are_no_character_are_shown_as_bytes_and_never_replaced():
     assert "\ufffd" not in "".join(shown(list(range(256))))
 
 
+def test_a_replacement_character_that_was_recorded_is_named_and_not_taken_for_unreadable_bytes():
+    assert [(p.stop, p.kind, p.shown) for p in pieces_of(encode("\ufffd"), VOCABULARY)] == [(3, "text", "⟨U+FFFD⟩")]
+
+
 def test_special_tokens_are_named_and_not_joined():
     assert shown([0xF0, START, 0x9F, END]) == ["⟨F0⟩", "<|im_start|>", "⟨9F⟩", "<|im_end|>"]
 

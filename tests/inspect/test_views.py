@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from io import BytesIO
 from pathlib import Path
@@ -21,6 +22,7 @@ from workbench.inspect import (
     PoisonTable,
     PrefixChain,
     RewardCurve,
+    RowDiff,
     TokenStrip,
     look,
     telling_rollout,
@@ -29,6 +31,7 @@ from workbench.inspect import (
 )
 from workbench.inspect.live.pack import unpack
 from workbench.inspect.logprobs import delta_numbers
+from workbench.inspect.text import pieces_of
 
 FOREIGN = Path(__file__).parents[1] / "conformance" / "foreign_ledger" / "ledger"
 
@@ -165,6 +168,61 @@ def test_numbers_of_a_difference_are_upstreams_formulas():
     assert numbers.token_mult_prob_error == pytest.approx(np.mean(np.exp(np.abs(d))))
     assert numbers.gen_kl_error == pytest.approx(np.mean(np.exp(d) - d - 1))
     assert numbers.mean_abs == pytest.approx(0.0875) and numbers.max_abs == pytest.approx(0.2)
+
+
+def test_the_text_before_a_worst_token_is_that_of_its_row_and_not_of_the_sampled_tokens_alone(run):
+    delta = LogprobDelta(run)
+    rows = delta.worst(60)
+    firsts = 0
+    for row in rows:
+        tokens = run.tokens(row["rollout_id"])
+        before = tokens.slice(max(0, row["position"] - 8), min(8, row["position"]))
+        firsts += not before["sampled"].all()
+        assert row["before"] == "".join(p.shown for p in pieces_of(before["token_id"].to_list(), run.vocabulary()))
+    assert firsts, "no token close behind a carried one was among them"
+    for row in LogprobDelta(run.logprobs(), vocabulary=run.vocabulary()).worst(60):
+        known = run.tokens(row["rollout_id"])["sampled"].to_list()[: row["position"]]
+        contiguous = min(8, len(known) if all(known) else known[::-1].index(False))
+        ids = run.tokens(row["rollout_id"])["token_id"].to_list()[row["position"] - contiguous : row["position"]]
+        assert row["before"] == "".join(p.shown for p in pieces_of(ids, run.vocabulary()))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_logprob_that_is_no_number_is_named_and_spoils_no_other(run, bad):
+    frame = run.logprobs()
+    at = pl.int_range(pl.len()) == 3
+    wrong = frame.with_columns(
+        *(pl.when(at).then(bad).otherwise(pl.col(n)).cast(pl.Float32).alias(n) for n in ("trainer_logprob", "delta"))
+    )
+    delta = LogprobDelta(wrong, vocabulary=run.vocabulary())
+    rest = LogprobDelta(frame.filter(pl.arange(pl.len()) != 3), vocabulary=run.vocabulary())
+    assert delta.numbers == rest.numbers and repr(delta) == f"{rest!r} · 1 more NOT FINITE"
+    assert delta.worst(1)[0]["position"] == frame["position"][3] and delta.snapshot().png
+    state = delta.live.delta
+    json.dumps([state.parts, state.edges, state.worst, state.findings], allow_nan=False)
+    nothing = LogprobDelta(frame.with_columns(delta=pl.lit(bad, dtype=pl.Float32)))
+    assert "none of" in repr(nothing) and "finite log-prob" in repr(nothing) and nothing.snapshot().png
+    tokens = run.tokens("stored.0.1.0").with_columns(
+        pl.when(pl.col("delta").is_not_null()).then(bad).cast(pl.Float32).alias("delta")
+    )
+    assert repr(TokenStrip(tokens)).endswith(f" · {tokens['delta'].count()} Δ NOT FINITE")
+    assert TokenStrip(tokens).snapshot().png
+
+
+def test_a_view_made_of_the_wrong_thing_says_what_it_expected(run):
+    for view in (PrefixChain, TokenStrip):
+        with pytest.raises(RunStoreError, match=r"expected a run or a frame, got .*open_any\('a/run'\)"):
+            view("a/run", "stored.0.1.0")
+    with pytest.raises(RunStoreError, match=r"Expected a token frame, .* it has no token_id, sampled, logprob"):
+        TokenStrip(run.calls, "stored.0.1.0")
+    two = pl.concat([run.tokens("stored.0.1.0"), run.tokens("stored.0.0.0")])
+    with pytest.raises(RunStoreError, match=r"tokens of one rollout, got 2; name one"):
+        TokenStrip(two)
+    with pytest.raises(RunStoreError, match=r"no tokens of rollout 'nobody'; it holds: stored.0.1.0, stored.0.0.0"):
+        TokenStrip(two, "nobody")
+    assert TokenStrip(two, "stored.0.0.0").tokens.equals(run.tokens("stored.0.0.0"))
+    with pytest.raises(RunStoreError, match="Expected two rollout ids"):
+        RowDiff(run, run, rollouts=("stored.0.1.0",))
 
 
 @pytest.mark.parametrize("shift", [-2, -1, 0, 1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from pathlib import Path
 
@@ -87,6 +88,30 @@ def test_a_torn_last_line_of_a_ledger_is_said(tmp_path):
     opened = runs.open_ledger(tmp_path / "ledger")
     assert opened.rollouts.filter(rollout_id="g00-1-7a8bc0")["cause"].to_list() == [None]
     assert "1 torn line left out (g00-1-7a8bc0.lineage.jsonl" in repr(opened)
+
+
+def test_what_is_no_ledger_beside_ledgers_costs_nobody_else(tmp_path):
+    directory = tmp_path / "ledger"
+    shutil.copytree(FOREIGN / "ledger", directory)
+    (directory / "folder.lineage.jsonl").mkdir()
+    (directory / "gone.lineage.jsonl").symlink_to(tmp_path / "nowhere")
+    (directory / "two words.lineage.jsonl").write_text("\n")
+    (directory / "list.lineage.jsonl").write_text("[1, 2]\n")
+    (directory / "bytes.lineage.jsonl").write_bytes(b"\xff\xfe" * 40)
+    (directory / "notes.txt").write_text("not a ledger")
+    opened = runs.open_ledger(directory)
+    added = opened.rollouts.filter(~pl.col("rollout_id").str.starts_with("g0"))
+    assert dict(added.select("rollout_id", "cause").rows()) == {
+        "bytes": "no_records",
+        "gone": "missing_receipt",
+        "list": "missing_receipt",
+        "two words": "missing_receipt",
+    }
+    assert opened.rollouts.height == 36 and opened.calls.equals(runs.open_ledger(FOREIGN / "ledger").calls)
+
+
+def test_a_ledger_travels_to_another_process(ledger):
+    assert repr(pickle.loads(pickle.dumps(ledger))) == repr(ledger)
 
 
 def test_a_count_is_the_same_wherever_it_is_said(ledger):

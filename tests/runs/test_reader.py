@@ -225,6 +225,21 @@ def test_the_page_lists_the_columns_that_the_frames_of_a_real_run_have():
         assert set(columns[len(names) :]) <= set(more) and not set(more) & set(names), frame
 
 
+def test_a_diagnosis_that_comes_after_its_row_is_seen_by_an_open_run(tmp_path):
+    path = make_run(tmp_path / "stored")
+    events = path / "ledger" / "stored.1.1.0.events.jsonl"
+    told = events.read_bytes()
+    events.unlink()
+    run = runs.open(path)
+    assert run.calls.filter(rollout_id="stored.1.1.0")["drift"].count() == 0
+    events.write_bytes(told)
+    seen = run.calls.filter(rollout_id="stored.1.1.0")["drift"]
+    assert seen.count() and run.damage == []
+    events.write_bytes(b"\xff\xfe\n" + told)
+    assert run.calls.filter(rollout_id="stored.1.1.0")["drift"].equals(seen)
+    assert len(run.damage) == 1 and "stored.1.1.0.events.jsonl, line 1" in repr(run)
+
+
 def test_a_damaged_ledger_costs_its_own_rollout_and_not_the_sight_of_the_others(tmp_path):
     path = make_run(tmp_path / "stored")
     whole = runs.open(path).calls

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from os import PathLike
 from typing import Any
 
+import polars as pl
+
 from workbench.errors import RunStoreError
+
+
+def check_source(source: Any, view: str) -> None:
+    """Raise RunStoreError for what holds no calls, such as the path of a run."""
+    if not isinstance(source, pl.DataFrame) and not hasattr(source, "calls"):
+        how = f"workbench.runs.open_any({str(source)!r})" if isinstance(source, str | PathLike) else "runs.open(PATH)"
+        raise RunStoreError(f"{view} expected a run or a frame, got {type(source).__name__}; open a run: {how}")
 
 
 def check_rollout_id(rollout_id: Any, view: str) -> None:

@@ -132,9 +132,14 @@ class LogprobDelta(LiveView):
             except RunStoreError:
                 vocabulary = None
         self.vocabulary = vocabulary
-        self.delta_T = self.tokens["delta"].to_numpy()
+        self.finite = self.tokens.filter(pl.all_horizontal(pl.col("logprob", "trainer_logprob", "delta").is_finite()))
+        self.nonfinite = self.tokens.height - self.finite.height
+        """Tokens of which one side said NaN or infinity: named, listed first, and in none of the numbers."""
+        if self.nonfinite == self.tokens.height > 0:
+            self.why_empty = f"none of {self.tokens.height:,} sampled tokens has a finite log-prob on both sides"
+        self.delta_T = self.finite["delta"].to_numpy()
         self.numbers = delta_numbers(self.delta_T)
-        self.verdicts: list[Verdict] = examine(*by_rollout(self.tokens), reach=_REACH)
+        self.verdicts: list[Verdict] = examine(*by_rollout(self.finite), reach=_REACH)
         self.shift = int(self.verdicts[0].evidence.get("shift", 0))
         self.suspects = _suspects(source)
 
@@ -143,9 +148,10 @@ class LogprobDelta(LiveView):
         if n.tokens == 0:
             return f"Log-prob delta · {self.why_empty}"
         found = "in place" if self.shift == 0 else f"SHIFTED BY {self.shift:+d}"
+        lost = f" · {self.nonfinite:,} more NOT FINITE" if self.nonfinite else ""
         return (
             f"Log-prob delta · {n.tokens:,} sampled tokens · mean |Δ| {n.mean_abs:.4f} · p99 {n.p99_abs:.3f} · "
-            f"max {n.max_abs:.3f} nat · positions {found}"
+            f"max {n.max_abs:.3f} nat · positions {found}{lost}"
         )
 
     def draw(self) -> Figure:
@@ -210,10 +216,10 @@ class LogprobDelta(LiveView):
 
     def by_version(self) -> list[tuple[str, pl.DataFrame]]:
         """All tokens, then (where there are several) those of each weight version, oldest first."""
-        versions = self.tokens["weight_version"].unique().sort().to_list()
-        parts = [("all", self.tokens)]
+        versions = self.finite["weight_version"].unique().sort().to_list()
+        parts = [("all", self.finite)]
         if len(versions) > 1:
-            parts += [(f"v{v}", self.tokens.filter(pl.col("weight_version").eq_missing(v))) for v in versions]
+            parts += [(f"v{v}", self.finite.filter(pl.col("weight_version").eq_missing(v))) for v in versions]
         return parts
 
     def by_place(self, tokens: pl.DataFrame, bins: int = 8) -> tuple[list[float], list[float]]:
@@ -250,7 +256,8 @@ class LogprobDelta(LiveView):
             parts.append(markup.line(words, strong=verdict.found, muted=verdict.state == "unknown"))
         for name, steps in self.suspects.items():
             parts.append(markup.line(f"{SUSPICIONS.get(name, name)} ({_listed(steps)}).", strong=True))
-        parts.append(markup.line(f"The {min(WORST, n.tokens)} largest differences, of {n.tokens:,} tokens"))
+        count = self.tokens.height
+        parts.append(markup.line(f"The {min(WORST, count)} largest differences, of {count:,} tokens"))
         parts.append(
             markup.table(("Δ", "sampler", "trainer", "rollout", "position", "token", "before it"), self._worst())
         )
@@ -277,20 +284,29 @@ class LogprobDelta(LiveView):
         ]
 
     def worst(self, count: int) -> list[dict[str, Any]]:
-        """The `count` tokens with the largest |Δ|: the frame's columns, `text`, and `before` (what precedes it)."""
+        """The `count` tokens with the largest |Δ|, those that have none in front: the frame's columns, `text`, and
+        `before`, what precedes it in the row (in a bare frame, which holds sampled tokens only, as far as it goes)."""
         ranked = (
             self.tokens.with_row_index("at")
             .with_columns(pl.col("delta").abs().alias("size"))
             .sort(["size", "rollout_id", "position"], descending=[True, False, False])
             .head(count)
         )
-        ids, rollouts = self.tokens["token_id"].to_list(), self.tokens["rollout_id"].to_list()
         rows = ranked.to_dicts()
-        for row in rows:
-            start = max(0, row["at"] - _CONTEXT)
-            before = [ids[k] for k in range(start, row["at"]) if rollouts[k] == row["rollout_id"]]
+        if self.source is not None and hasattr(self.source, "ids_before"):
+            preceding = self.source.ids_before([(row["rollout_id"], row["position"]) for row in rows], _CONTEXT)
+        else:
+            preceding = [self._sampled_before(row["at"]) for row in rows]
+        for row, before in zip(rows, preceding, strict=True):
             row["text"], row["before"] = self._text([row["token_id"]]), self._text(before)
         return rows
+
+    def _sampled_before(self, at: int) -> list[int]:
+        """The sampled ids that precede row `at` of the frame without a gap."""
+        near = self.tokens.slice(max(0, at - _CONTEXT), min(at, _CONTEXT) + 1)
+        rollouts, positions, ids = (near[name].to_list() for name in ("rollout_id", "position", "token_id"))
+        last, end = near.height - 1, positions[-1]
+        return [ids[k] for k in range(last) if rollouts[k] == rollouts[last] and positions[k] == end - last + k]
 
     def _text(self, token_ids: list[int]) -> str:
         if self.vocabulary is None:

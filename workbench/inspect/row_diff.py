@@ -72,6 +72,8 @@ class RowDiff(LiveView):
         frames = isinstance(one, pl.DataFrame), isinstance(other, pl.DataFrame)
         if any(frames) and not all(frames):
             raise RunStoreError("Expected two runs or two token frames, got one of each")
+        if rollouts is not None and len(rollouts) != 2:
+            raise RunStoreError(f"Expected two rollout ids, one of each side: rollouts=(…, …), got {rollouts!r}")
         if not all(frames) and rollouts is None and one is other:
             rollouts = telling_pair(one, group)
         if not all(frames) and (rollouts is None or one is not other):
@@ -80,7 +82,7 @@ class RowDiff(LiveView):
             self.names, self.strips = self._first_shown()
         else:
             self.names = rollouts or ("A", "B")
-            self.strips = self.strips_of(*self.names)
+            self.strips = self.strips_of(*(rollouts or (None, None)))
         self.stretches, self.first = self.alignment(*self.strips)
 
     def _compare_arms(self, one: pl.DataFrame, other: pl.DataFrame, *, needed: bool) -> None:
@@ -114,8 +116,9 @@ class RowDiff(LiveView):
                 problem = error
         raise RunStoreError(f"None of {candidates.height:,} pairs has tokens on both sides; the last one: {problem}")
 
-    def strips_of(self, one: str, other: str) -> tuple[TokenStrip, TokenStrip]:
-        """The strips of two rollouts, `one` of the first source. Raises RunStoreError where one has no tokens."""
+    def strips_of(self, one: str | None, other: str | None) -> tuple[TokenStrip, TokenStrip]:
+        """The strips of two rollouts, `one` of the first source; None for the only one of a token frame. Raises
+        RunStoreError where one has no tokens."""
         first, second = self.sources
         return (
             TokenStrip(first, one, vocabulary=self.vocabulary),

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from workbench.inspect import html as markup
-from workbench.inspect.causes import explain, is_known
+from workbench.inspect.causes import explain, explain_failure
 from workbench.inspect.ids import short_id
 from workbench.inspect.snapshot import LiveView
 from workbench.inspect.style import bar_list, panels, say_nothing_to_show
@@ -195,7 +195,7 @@ class PoisonTable(LiveView):
 
     @staticmethod
     def _failure_row(row: dict[str, Any]) -> list[markup.Cell | str]:
-        meaning = explain(row["detail"]) if is_known(row["detail"]) else explain(row["failure_reason"])
+        meaning = explain_failure(row["failure_reason"], row["detail"])
         return [
             markup.Cell(row["failure_reason"], strong=True, under=meaning),
             row["detail"] or "–",

@@ -16,7 +16,8 @@ import numpy as np
 from workbench.runs.vocabulary import Vocabulary
 
 Kind = Literal["text", "special", "bytes", "unknown"]
-_CONTROL = {ord("\n"): "↵", ord("\t"): "⇥", ord("\r"): "␍", 0x00A0: "⍽"}
+# U+FFFD is what other tools show for bytes that they could not read; one that was really recorded is named.
+_CONTROL = {ord("\n"): "↵", ord("\t"): "⇥", ord("\r"): "␍", 0x00A0: "⍽", 0xFFFD: "⟨U+FFFD⟩"}
 _MAX_JOIN = 4
 
 

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
 from workbench.inspect.custody import Custody, custody_of, custody_of_call, rollout_row
-from workbench.inspect.ids import call_name, check_rollout_id
+from workbench.inspect.ids import call_name, check_rollout_id, check_source
 from workbench.inspect.roles import roles_of
 from workbench.inspect.routes import route_spans
 from workbench.inspect.snapshot import LiveView
@@ -45,6 +45,7 @@ _BODY = (
     "padding:8px 12px"
 )
 _RIBBON = 1_200
+_NEEDED = ("rollout_id", "model_call_id", "token_id", "sampled", "logprob", "delta", "weight_version")
 _CALL = "display:block;font-size:10.5px;opacity:.6;line-height:1.3;margin-top:6px"
 
 
@@ -67,9 +68,10 @@ class TokenStrip(LiveView):
         start: int = 0,
         max_tokens: int = 1_500,
     ) -> None:
+        check_source(source, "TokenStrip")
         check_rollout_id(rollout_id, "TokenStrip")
         if isinstance(source, pl.DataFrame):
-            self.tokens = source
+            self.tokens = _of_one_rollout(source, rollout_id)
         elif rollout_id is None:
             if source.calls.is_empty():
                 raise RunStoreError(f"Run {getattr(source, 'name', '?')} has no calls yet; there are no tokens to show")
@@ -111,7 +113,11 @@ class TokenStrip(LiveView):
         ]
         known_T = self.tokens["delta"].drop_nulls().to_numpy()
         if known_T.size:
-            parts.append(f"mean |Δ| {abs(known_T).mean():.4f} nat")
+            finite_T = known_T[np.isfinite(known_T)]
+            if finite_T.size:
+                parts.append(f"mean |Δ| {abs(finite_T).mean():.4f} nat")
+            if finite_T.size < known_T.size:
+                parts.append(f"{known_T.size - finite_T.size:,} Δ NOT FINITE")
         return " · ".join(parts)
 
     def first_of(self, call_id: str) -> int:
@@ -240,6 +246,19 @@ class TokenStrip(LiveView):
             stray = bool(self.flagged[self.start + piece.start])
             out.append(_span(piece, sampled=bool(sampled[piece.start]), marked=here, stray=stray))
         return "".join(out)
+
+
+def _of_one_rollout(frame: pl.DataFrame, rollout_id: str | None) -> pl.DataFrame:
+    """A token frame, or the part of it that is `rollout_id`'s. Raises RunStoreError for any other frame."""
+    missing = [name for name in _NEEDED if name not in frame.columns]
+    if missing:
+        raise RunStoreError(f"Expected a token frame, such as run.tokens(rollout_id); it has no {', '.join(missing)}")
+    ids = frame["rollout_id"].unique(maintain_order=True).to_list()
+    if rollout_id is not None and rollout_id not in ids:
+        raise RunStoreError(f"This frame holds no tokens of rollout {rollout_id!r}; it holds: {', '.join(ids[:3])}")
+    if rollout_id is None and len(ids) > 1:
+        raise RunStoreError(f"Expected tokens of one rollout, got {len(ids)}; name one: TokenStrip(frame, rollout_id)")
+    return frame if len(ids) < 2 else frame.filter(pl.col("rollout_id") == rollout_id)
 
 
 def _custody(source: Any, calls: pl.DataFrame | None, rollout_id: str, call_id: str | None) -> Custody:

@@ -14,7 +14,7 @@ from typing import Any
 from workbench.errors import LedgerCorrupt, RunStoreError
 from workbench.ledger.resolve import CustodyRow, FailureRow
 from workbench.ledger.rows import parse_row
-from workbench.runs.frames import read_lines
+from workbench.runs.frames import read_lines, scan_lines
 from workbench.runs.relations import relate
 from workbench.wire import Cause
 
@@ -43,8 +43,19 @@ _SAME = (
 
 
 def ledger_files(directory: Path) -> list[Path]:
-    """The ledger files of a directory, by rollout id; hidden files are no ledgers."""
-    return sorted(path for path in directory.glob(f"*{SUFFIX}") if not path.name.startswith("."))
+    """The ledger files of a directory, by rollout id; hidden files and directories are no ledgers."""
+    found = (path for path in directory.glob(f"*{SUFFIX}") if not path.name.startswith("."))
+    return sorted(path for path in found if not path.is_dir())
+
+
+def event_files(directory: Path) -> list[Path]:
+    """The files beside the ledgers that hold diagnoses; not every ledger has one."""
+    return [path.with_name(f"{rollout_of(path)}{EVENTS_SUFFIX}") for path in ledger_files(directory)]
+
+
+def broken_events(directory: Path) -> list[str]:
+    """One sentence for each diagnosis that cannot be read; it costs itself and not the calls."""
+    return [words for path in event_files(directory) for words in scan_lines(path).broken]
 
 
 def rollout_of(path: Path) -> str:
@@ -78,7 +89,7 @@ def recorded_calls(directory: Path) -> dict[str, list[dict[str, Any]]]:
     for path in ledger_files(directory):
         try:
             recorded[rollout_of(path)] = ledger_rows(path)
-        except RunStoreError as error:
+        except (RunStoreError, OSError) as error:
             recorded[rollout_of(path)] = [_unreadable(path, error)]
     return recorded
 
@@ -121,7 +132,7 @@ def _add_drift(path: Path, calls: list[dict[str, Any]]) -> None:
     """What the gateway noted about unresolved calls, from the events beside the ledger, where there are any."""
     noted = {
         event.get("model_call_id"): event
-        for event in read_lines(path.with_name(f"{rollout_of(path)}{EVENTS_SUFFIX}"))
+        for event in scan_lines(path.with_name(f"{rollout_of(path)}{EVENTS_SUFFIX}")).rows
         if event.get("kind") == "drift" and isinstance(event.get("model_call_id"), str)
     }
     for call in calls:

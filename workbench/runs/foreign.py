@@ -16,9 +16,9 @@ from typing import Any
 
 import polars as pl
 
-from workbench.errors import LedgerCorrupt, RunStoreError
+from workbench.errors import RunStoreError, WorkbenchError
 from workbench.ledger import LedgerStore, assemble_receipt
-from workbench.runs.custody import ledger_files, ledger_rows, rollout_of
+from workbench.runs.custody import broken_events, ledger_files, ledger_rows, rollout_of
 from workbench.runs.damage import in_short, torn_lines
 from workbench.runs.frames import frame_of
 from workbench.runs.reader import Run, is_ledger, open
@@ -50,6 +50,9 @@ class ForeignLedger:
         self._frames: dict[str, pl.DataFrame] = {}
         self._broken: list[str] = []
 
+    def __reduce__(self) -> tuple[type[ForeignLedger], tuple[Path]]:
+        return ForeignLedger, (self.path,)  # read again where it is opened; its locks cannot travel
+
     def __repr__(self) -> str:
         calls, rollouts = self.calls, self.rollouts
         return (
@@ -62,7 +65,7 @@ class ForeignLedger:
     def damage(self) -> list[str]:
         """One sentence for each ledger line that could not be read, with its file and place; usually none."""
         self._build()
-        return [*self._broken, *torn_lines(ledger_files(self.path))]
+        return [*self._broken, *broken_events(self.path), *torn_lines(ledger_files(self.path))]
 
     @property
     def calls(self) -> pl.DataFrame:
@@ -100,7 +103,7 @@ class ForeignLedger:
             try:
                 receipt = self.receipt(rollout_id)
                 recorded = ledger_rows(path)
-            except (LedgerCorrupt, RunStoreError) as error:
+            except (WorkbenchError, OSError) as error:
                 # Without its ledger nothing can be received of the rollout; the detail names file and line.
                 cause = Cause.MISSING_RECEIPT.value
                 rollouts.append({"rollout_id": rollout_id, "cause": cause, "detail": str(error)})

@@ -159,7 +159,7 @@ def has_torn_line(path: Path) -> bool:
                 return False
             handle.seek(-1, os.SEEK_END)
             return handle.read(1) != b"\n"
-    except FileNotFoundError:
+    except OSError:
         return False
 
 

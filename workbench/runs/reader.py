@@ -14,7 +14,7 @@ Not here: which columns there are (schema, frames), foreign ledgers (foreign), p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -26,7 +26,7 @@ import polars as pl
 from workbench.errors import RunStoreError
 from workbench.runs import frames
 from workbench.runs.condition import is_being_written, read_recipe, read_status
-from workbench.runs.custody import known_calls, ledger_files, recorded_calls
+from workbench.runs.custody import broken_events, event_files, known_calls, ledger_files, recorded_calls
 from workbench.runs.damage import in_short, torn_lines
 from workbench.runs.gathered import TABLES, Gathered
 from workbench.runs.staged import staged_call
@@ -97,6 +97,8 @@ class Run:
         told = [words for name in _JOURNALS for words in self._scanned(name).broken]
         if self._stored_recipe() is None:
             told.append(f"{self.path / 'recipe.yaml'} is not YAML")
+        ledger = self.path / "ledger"
+        told += self._cached("diagnoses", event_files(ledger), lambda: broken_events(ledger))
         if not is_being_written(self.path):
             files = [self.path / f"{name}.jsonl" for name in _JOURNALS] + ledger_files(self.path / "ledger")
             told += self._cached("torn", files, lambda: torn_lines(files))
@@ -148,7 +150,9 @@ class Run:
     @property
     def calls(self) -> pl.DataFrame:
         """One row a model call: staged, failed and unresolved ones, of rollouts still in flight too."""
-        paths = [*self._parts("calls"), *ledger_files(self.path / "ledger")]
+        ledger = self.path / "ledger"
+        # A diagnosis is written after the row that it is about.
+        paths = [*self._parts("calls"), *ledger_files(ledger), *event_files(ledger), self.path / "events.jsonl"]
         return self._frame("calls", paths, self._build_calls)
 
     @property
@@ -200,6 +204,14 @@ class Run:
             paths,
             lambda: sampled_logprobs(self.name, self._read("rows"), self._read("train")),
         )
+
+    def ids_before(self, places: Sequence[tuple[str, int]], count: int) -> list[list[int]]:
+        """The `count` ids before each place (rollout id, position) of a training row, carried ones too; fewer at its
+        start, none for a rollout without a row."""
+        rows = self._read("rows", ["rollout_id", "token_ids"])
+        rows = rows.filter(pl.col("rollout_id").is_in([rollout_id for rollout_id, _ in places]))
+        ids_of = dict(rows.iter_rows())
+        return [ids_of.get(rollout_id, [])[max(0, at - count) : at] for rollout_id, at in places]
 
     def drift(self, rollout_id: str | None = None) -> pl.DataFrame:
         """One row an unresolved call: which call it nearly continues, the first item, place and token that differ.

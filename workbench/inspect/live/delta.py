@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ class DeltaWidget(LiveWidget):
 
         if delta.numbers.tokens == 0:
             return cls(sentence=delta.sentence(), missing=delta.why_empty)
-        rows = [{name: row[name] for name in _SHOWN if name in row} for row in delta.worst(WORST_LIVE)]
+        rows = [{name: _sendable(row[name]) for name in _SHOWN if name in row} for row in delta.worst(WORST_LIVE)]
         return cls(
             sentence=delta.sentence(),
             parts=[_part(delta, name, tokens) for name, tokens in delta.by_version()],
@@ -75,6 +76,11 @@ class DeltaAndTokens(ipywidgets.VBox):
 
     def __repr__(self) -> str:
         return repr(self.delta)
+
+
+def _sendable(value: Any) -> Any:
+    """JSON knows neither NaN nor infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _part(delta: LogprobDelta, name: str, tokens: Any) -> dict[str, Any]:

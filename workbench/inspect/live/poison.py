@@ -8,7 +8,7 @@ import ipywidgets
 import traitlets as t
 
 from workbench.errors import WorkbenchError
-from workbench.inspect.causes import explain
+from workbench.inspect.causes import explain, explain_failure
 from workbench.inspect.live.chain import ChainAndTokens
 from workbench.inspect.live.widget import LiveWidget, module
 from workbench.inspect.prefix_chain import PrefixChain
@@ -47,7 +47,10 @@ class PoisonWidget(LiveWidget):
             row | {"where": place_of(row["call_id"], row["position"], row["rollout_id"])}
             for row in table.rejected.head(MOST_ROLLOUTS).to_dicts()
         ]
-        failures = [row | {"meaning": explain(row["failure_reason"])} for row in table.failures.to_dicts()]
+        failures = [
+            row | {"meaning": explain_failure(row["failure_reason"], row["detail"])}
+            for row in table.failures.to_dicts()
+        ]
         return cls(
             sentence=table.sentence(),
             causes=causes,

@@ -37,7 +37,7 @@ function buildDelta(shell) {
 
   function spread(edges, counts) {
     const limit = edges[edges.length - 1], most = Math.max(1, ...counts), top = (k) => Math.log1p(k) / Math.log1p(most);
-    const { node, x, y } = plot("Δ = trainer − sampler, nat (dashed: mean; both ends gather what lies beyond)", [-limit, limit], [0, 1], { ticksY: [[1, most.toLocaleString("en-US")], [0, "0"]] });
+    const { node, x, y } = plot("Δ = trainer − sampler, nat; dashed: mean; the ends gather the rest", [-limit, limit], [0, 1], { ticksY: [[1, most.toLocaleString("en-US")], [0, "0"]] });
     counts.forEach((tokens, k) => {
       const left = x(edges[k]), width = x(edges[k + 1]) - left, below = edges[k] + edges[k + 1] < 0;
       const bar = shape("rect", { x: left, y: y(top(tokens)), width: Math.max(0.5, width - 0.6), height: y(0) - y(top(tokens)), fill: below ? "var(--wb-blue)" : "var(--wb-orange)" });
