@@ -260,7 +260,7 @@ def test_a_rollout_in_flight_has_a_chain_and_says_that_its_tokens_are_not_stored
         words, _ = unpack(live.chain.block)
         assert len(words["ids"]) == 4 and "1 retry" in repr(chain)
         live.chain.selected = words["ids"][0]
-        assert live.tokens.block == b"" and "flying.0.0.0" in live.tokens.missing
+        assert live.tokens.block == b"" and "flying.0.0.0 of run flying is not finalised yet" in live.tokens.missing
     finally:
         playing.writer.close()
 

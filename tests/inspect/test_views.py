@@ -155,6 +155,16 @@ def test_token_strip_without_a_vocabulary_shows_ids(run):
     assert "No vocabulary at hand" in html and "256 " in html
 
 
+def test_a_run_without_a_vocabulary_says_where_one_was_looked_for(tmp_path):
+    path = make_run(tmp_path / "mute", steps=1)
+    (path / "vocabulary.json").unlink()
+    mute = runs.open(path)
+    strip = TokenStrip(mute, telling_rollout(mute))
+    assert "ids are shown, not text." in strip.html() and "neither vocabulary.json nor" in strip.html()
+    words, _ = unpack(strip.live.block)
+    assert dict((key, why) for key, _, why in words["signals"])["role"] == "no vocabulary is at hand"
+
+
 def test_causes_add_up_to_the_rejected_rollouts(run):
     table = PoisonTable(run)
     assert int(table.causes["rollouts"].sum()) == run.rollouts["cause"].is_not_null().sum() == 4

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import polars as pl
 import pytest
-from stored_run import END, StoredRun, make_run
+from stored_run import END, Rollout, StoredRun, make_run
 
 from workbench import runs
 from workbench.errors import RunStoreError
@@ -238,6 +238,23 @@ def test_a_diagnosis_that_comes_after_its_row_is_seen_by_an_open_run(tmp_path):
     events.write_bytes(b"\xff\xfe\n" + told)
     assert run.calls.filter(rollout_id="stored.1.1.0")["drift"].equals(seen)
     assert len(run.damage) == 1 and "stored.1.1.0.events.jsonl, line 1" in repr(run)
+
+
+def test_a_rollout_in_flight_is_not_called_unknown(tmp_path):
+    stored = StoredRun(tmp_path / "fly")
+    stored.step(1, [["plain"]])
+    assert Rollout(stored, "fly.9.0.0").call("yes<|im_end|>", tail="<|im_start|>user\nwell?")
+    run = runs.open(tmp_path / "fly")
+    assert run.calls.filter(rollout_id="fly.9.0.0").height == 1
+    assert repr(run).startswith("Run fly · running · 1 step · 1 group · 1 of 1 rollouts valid")
+    for read in (run.tokens, run.staged):
+        with pytest.raises(RunStoreError, match=r"fly.9.0.0 of run fly is not finalised yet; its 1 recorded call can"):
+            read("fly.9.0.0")
+        with pytest.raises(RunStoreError, match=r"Run fly has no rollout 'nobody'"):
+            read("nobody")
+    stored.writer.close()
+    with pytest.raises(RunStoreError, match="not finalised and never was: the run ended before"):
+        run.tokens("fly.9.0.0")
 
 
 def test_a_damaged_ledger_costs_its_own_rollout_and_not_the_sight_of_the_others(tmp_path):

@@ -138,7 +138,7 @@ class RewardCurve(StaticView):
         first, last = self.steps["mean"][0], self.steps["mean"][-1]
         return (
             f"Reward over {markup.count(self.steps.height, 'step')} · mean {first:.3f} at the first, "
-            f"{last:.3f} at the last · {self.rollouts.height:,} valid rollouts"
+            f"{last:.3f} at the last · {markup.count(self.rollouts.height, 'valid rollout')}"
         )
 
     def draw(self) -> Figure:

@@ -65,7 +65,9 @@ def strip_columns(
         "versions": versions,
         "advantages": advantages,
         "routes": routes if isinstance(routes, list) else [],
-        "signals": _signals(roles.known, scored, bool(advantages), bool(versions), routes, agreed),
+        "signals": _signals(
+            _no_roles(vocabulary, roles.known), scored, bool(advantages), bool(versions), routes, agreed
+        ),
         "flagged": int(roles.flagged.sum()),
         "decoded": vocabulary is not None,
     }
@@ -92,13 +94,19 @@ def call_starts(tokens: pl.DataFrame, order_of: Mapping[str, int]) -> list[list[
     ]
 
 
+def _no_roles(vocabulary: Vocabulary | None, known: bool) -> str | None:
+    if vocabulary is None:
+        return "no vocabulary is at hand"
+    return None if known else "the vocabulary has no turn marks that are known here"
+
+
 def _signals(
-    roles: bool, scored: bool, advantage: bool, version: bool, routes: list[list[Any]] | str, agreed: bool
+    no_roles: str | None, scored: bool, advantage: bool, version: bool, routes: list[list[Any]] | str, agreed: bool
 ) -> list[list[str | None]]:
     """`[key, label, reason why it is missing or null]`, in the order of the menu."""
     no_trainer = None if scored else NOT_SCORED
     return [
-        ["role", "role", None if roles else "the vocabulary has no turn marks that are known here"],
+        ["role", "role", no_roles],
         ["mask", "mask (sampled or carried)", None],
         ["logprob", "sampler log-prob", None],
         ["trainer", "trainer log-prob", no_trainer],

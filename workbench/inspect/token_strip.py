@@ -69,6 +69,7 @@ class TokenStrip(LiveView):
         max_tokens: int = 1_500,
     ) -> None:
         check_source(source, "TokenStrip")
+        self.why_ids = ""
         check_rollout_id(rollout_id, "TokenStrip")
         if isinstance(source, pl.DataFrame):
             self.tokens = _of_one_rollout(source, rollout_id)
@@ -81,8 +82,8 @@ class TokenStrip(LiveView):
             if vocabulary is None:
                 try:
                     vocabulary = source.vocabulary()
-                except RunStoreError:
-                    vocabulary = None
+                except RunStoreError as error:
+                    self.why_ids = f" {error}"
         self.rollout_id: str = self.tokens["rollout_id"][0] if self.tokens.height else str(rollout_id)
         self.vocabulary = vocabulary
         calls = None if isinstance(source, pl.DataFrame) else source.calls.filter(rollout_id=self.rollout_id)
@@ -193,7 +194,7 @@ class TokenStrip(LiveView):
         if self.custody.meaning:
             parts.append(markup.line(self.custody.meaning, muted=True))
         if self.vocabulary is None:
-            parts.append(markup.line("No vocabulary at hand: ids are shown, not text.", muted=True))
+            parts.append(markup.line(f"No vocabulary at hand: ids are shown, not text.{self.why_ids}", muted=True))
         parts.append(self.text_block())
         stray = int(self.flagged.sum())
         if stray:

@@ -82,9 +82,10 @@ class Run:
 
     def __repr__(self) -> str:
         row = self.campaign.row(0, named=True)
+        steps, groups = (f"{row[name]} {name[:-1] if row[name] == 1 else name}" for name in ("steps", "groups"))
         version = "" if row["weight_version"] is None else f" · weight version {row['weight_version']}"
         return (
-            f"Run {row['run']} · {row['state']} · {row['steps']} steps · {row['groups']} groups · "
+            f"Run {row['run']} · {row['state']} · {steps} · {groups} · "
             f"{row['valid_rollouts']} of {row['rollouts']} rollouts valid{version}{in_short(self.damage, self.path)}"
         )
 
@@ -334,6 +335,13 @@ class Run:
         return frames.read_parts(table, [])
 
     def _unknown(self, rollout_id: str) -> RunStoreError:
+        recorded = self.calls.filter(rollout_id=rollout_id).height
+        if recorded:
+            when = "yet" if is_being_written(self.path) else "and never was: the run ended before"
+            return RunStoreError(
+                f"Rollout {rollout_id} of run {self.name} is not finalised {when}; its {recorded:,} recorded "
+                f"call{'' if recorded == 1 else 's'} can be seen (PrefixChain), its tokens are stored with its group"
+            )
         known = self.rollouts["rollout_id"].to_list()
         some = f"for instance {', '.join(known[:3])}" if known else "none yet"
         return RunStoreError(f"Run {self.name} has no rollout {rollout_id!r}; it has {len(known)}, {some}")
