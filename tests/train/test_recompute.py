@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from workbench import demo, models
+from workbench import demo, models, runs
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "recompute_run.py"
 
@@ -38,9 +38,8 @@ def test_a_recorded_run_equals_its_recomputation():
     folder = models.build("smollm2-135m")
     code, said = recompute(demo.recorded_run(), "--model", str(folder))
     assert code == 0, said
-    first = json.loads((demo.recorded_run() / "steps.jsonl").read_text().splitlines()[0])
-    assert f"logprob {first['sampled_tokens']} values" in " ".join(said.split())
-    assert "advantage                     16 values" in said
+    at_start = runs.open(demo.recorded_run()).steps["sampled_tokens"][0]
+    assert f"logprob {at_start:>24} values" in said and "advantage                     16 values" in said
 
 
 @pytest.mark.parametrize("what", ["advantage", "reward", "loss", "no number"])
