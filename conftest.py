@@ -3,9 +3,10 @@
 One process: fast tests first, then those that start Ray or a browser, then those with an engine. A slip in the
 arithmetic is then reported in seconds.
 
-Several (`-n 2`, as `make test` runs it): the files that start Ray or an engine are one group, which one process begins
-with, so that a machine of two cores never runs two engines; those that share executed notebooks or a browser are
-another, and every other file is one of its own. The waits of the first are filled with the work of the others.
+Several (`-n 2`, as `make test` runs it): the files that start an engine are one group, which one process begins with, so
+that a machine of two cores never runs two engines; those that start Ray without an engine are the next, which the other
+begins with; those that share executed notebooks or a browser are another, and every other file is one of its own. The
+waits of each are filled with the work of the others.
 Not here: fixtures (`tests/conftest.py`).
 """
 
@@ -28,7 +29,7 @@ settings.load_profile("workbench")
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # one of several processes: the longest group first
-        items.sort(key=lambda item: (_GROUPS.get(_group(_file(item.nodeid)), 2), _weight(item)))
+        items.sort(key=lambda item: (_GROUPS.get(_group(_file(item.nodeid)), 3), _weight(item)))
     else:
         items.sort(key=_weight)  # stable: within a kind the order of the files stays
 
@@ -46,15 +47,17 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByWhatTheyStart(config, log)
 
 
-_ENGINES, _NOTEBOOKS = "engines", "notebooks"
-_GROUPS = {_ENGINES: 0, _NOTEBOOKS: 1}
+_ENGINES, _RAY, _NOTEBOOKS = "engines", "ray", "notebooks"
+_GROUPS = {_ENGINES: 0, _RAY: 1, _NOTEBOOKS: 2}
 
 
 @functools.cache
 def _group(file: str) -> str:
     text = (ROOT / file).read_text()
-    if re.search(r"\bmark\.(ray|engine)\b", text):
+    if re.search(r"\bmark\.engine\b", text):
         return _ENGINES
+    if re.search(r"\bmark\.ray\b", text):
+        return _RAY
     return _NOTEBOOKS if re.search(r"\bmark\.browser\b|\bexecuted_notebooks\b", text) else file
 
 

@@ -2,8 +2,9 @@
 
     python tools/recompute_run.py reports/RUN [--model FOLDER]
 
-Reads recipe.yaml, steps.jsonl and the Parquet parts of rows/ and train/. Per step: advantages from rewards; the clipped
-loss and the agreement numbers from stored log-probs; and log-probs by a plain forward pass of transformers where the
+Reads recipe.yaml, steps.jsonl and the Parquet parts of rows/ and train/. Per step: advantages from rewards; which
+tokens are in the loss, from masks, versions and log-probs; the clipped loss and the agreement numbers from stored
+log-probs; and log-probs by a plain forward pass of transformers where the
 weights of the step are at hand: the first step's are the model that the run started from (--model), others' lie in
 weights/ of the run while they are kept, and count only in float32. Where the run replayed a mixture's routes, so does
 the forward pass, with those in calls/. Prints the largest difference of each and exits 1 where one is beyond its bound.
@@ -24,7 +25,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import yaml
 
-BOUNDS = {"advantage": 1e-9, "loss": 1e-6, "token_mult_prob_error": 1e-5, "gen_kl_error": 1e-5, "logprob": 2e-4}
+BOUNDS = {
+    "advantage": 1e-9,
+    "loss_mask": 0.0,
+    "loss": 1e-6,
+    "token_mult_prob_error": 1e-5,
+    "gen_kl_error": 1e-5,
+    "logprob": 2e-4,
+}
 """Largest |stored - recomputed|. Sums in float32 and float64 differ by the loss's; log-probs in nat."""
 
 
@@ -64,6 +72,26 @@ def advantages(rewards: list[float], groups: list[str], votes: list[bool], chose
             value /= math.sqrt(sum((r - mean) ** 2 for r in mates) / (len(mates) - 1))
         out.append(value)
     return out
+
+
+def loss_masks(rows: list[dict[str, Any]], step: int, train: dict[str, Any]) -> tuple[list[np.ndarray], list[bool]]:
+    """Which tokens enter the loss, and which rows have a place in a baseline, by what the recipe says of old weights
+    and of rows whose log-probs disagree."""
+    old, limit = train.get("off_policy") or {}, (train.get("loss") or {}).get("max_mult_prob_error")
+    policy, max_lag = old.get("policy", "allow"), old.get("max_lag")
+    max_lag = train["max_staleness"] if max_lag is None else max_lag
+    masks, voted = [], []
+    for row in rows:
+        sampled = np.asarray(row["token_mask"], bool) & (row["sample_mask"] == 1)
+        stale = np.zeros(len(sampled), bool)
+        for _, start, end, version in json.loads(row["weight_version_spans"]):
+            stale[start:end] = step - 1 - version > max_lag
+        rejected = policy == "reject" and bool((stale & sampled).any())
+        delta = np.abs(np.subtract(row["trainer_logprobs"], row["logprobs"], dtype=float)[sampled])
+        apart = limit is not None and sampled.any() and np.exp(delta).mean() > limit
+        masks.append(sampled & ~(stale & (policy != "allow")) & (not (rejected or apart)))
+        voted.append(row["sample_mask"] == 1 and not rejected)
+    return masks, voted
 
 
 def clipped_loss(rows: list[dict[str, Any]], train: dict[str, Any], window: int) -> float:
@@ -180,11 +208,8 @@ def recompute(run: Path, model: Path | None = None) -> Comparison:
         part = pq.read_table(run / "train" / f"step-{step['step']}.parquet").to_pylist()
         rows = [stored[record["rollout_id"]] | record for record in part]
         votes = [row["sample_mask"] == 1 for row in rows]
-        # Rows that were rejected for old tokens have no place in a baseline; their log-probs are recorded all the same.
-        rejected = recipe["train"].get("off_policy") == "reject"
-        voted = [
-            vote and not (rejected and row["left_out"] == "off_policy") for row, vote in zip(rows, votes, strict=True)
-        ]
+        masks, voted = loss_masks(rows, step["step"], recipe["train"])
+        result.see("loss_mask", np.concatenate([row["loss_mask"] for row in rows]), np.concatenate(masks))
         result.see(
             "advantage",
             [row["advantage"] for row in rows],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from chains import Chain
@@ -179,6 +181,10 @@ async def test_a_fragment_that_changed_on_disk_is_not_replayed(tmp_path):
     pq.write_table(table.set_column(table.column_names.index("routes"), "routes", changed), path)
     with pytest.raises(TrainerError, match=f"{Cause.ROUTE_DIGEST_MISMATCH}: the extras of call c1"):
         fetch_routes(tmp_path, [unpack_row(pack_row(row)) for row in made.rows])
+    row = unpack_row(pack_row(made.rows[0]))
+    for plan in ({"dims": [3, 2, "int16"]}, {"dims": [3, 2, "int64"], "spans": []}, {"dims": 3, "spans": []}):
+        with pytest.raises(TrainerError, match="has no readable plan of its routes"):
+            fetch_routes(tmp_path, [replace(row, meta=row.meta | {"route_plan": plan})])
     with pytest.raises(RunStoreError, match="c1"):
         read_group(tmp_path, "g0")
 

@@ -42,6 +42,7 @@ def batches(draw):
         ({"baseline": "mean"}, [2 / 3, 0, -1 / 3, -1 / 3]),
         ({"baseline": "mean", "normalize_std": True}, [2 / 3**0.5, 0, -1 / 3**0.5, -1 / 3**0.5]),
         ({"baseline": "leave_one_out"}, [1, 0, -1 / 2, -1 / 2]),
+        ({"baseline": "leave_one_out", "normalize_std": True}, [3**0.5, 0, -(3**0.5) / 2, -(3**0.5) / 2]),
     ],
 )
 def test_grpo_on_a_group_with_a_placeholder(options, expected):

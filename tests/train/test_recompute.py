@@ -11,6 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import yaml
 
 from workbench import demo, models, runs
 
@@ -59,3 +60,18 @@ def test_a_changed_number_is_seen(copied, what):
         pq.write_table(table.set_column(at, column, pa.array(values, table.schema.field(column).type)), path)
     code, said = recompute(copied)
     assert code == 1, said
+
+
+@pytest.mark.parametrize("policy", ["mask_old", "reject"])
+def test_what_old_weights_sampled_is_left_out_as_the_recipe_says(copied, policy):
+    """The recorded run overlaps and allows it: under a recipe that does not its record is wrong, and where is said."""
+    recipe = yaml.safe_load((copied / "recipe.yaml").read_text())
+    for max_lag in (0, 9):
+        recipe["train"]["off_policy"] = {"policy": policy, "max_lag": max_lag}
+        (copied / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        code, said = recompute(copied)
+        lines = [line.split() for line in said.splitlines() if "largest difference" in line]
+        differences = {words[0]: float(words[5]) for words in lines}
+        assert code == (max_lag == 0), said
+        assert (differences["loss_mask"] > 0) == (max_lag == 0)
+        assert (differences["advantage"] > 1e-9) == (max_lag == 0 and policy == "reject")

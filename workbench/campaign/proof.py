@@ -63,7 +63,7 @@ def compare(
         raise WeightSyncError(
             f"weight version {version}: sampler ({who}) and trainer disagree on the proof prompt, mean |delta| "
             f"{proof.mean_abs_delta:.4f} (allowed proof.max_mean_abs_delta={max_mean_abs_delta:g}), max "
-            f"{proof.max_abs_delta:.4f}. The engine runs other weights than the trainer: see capture/weights.py on "
+            f"{proof.max_abs_delta:.4f}. The engine runs other weights than the trainer: see serving/weights.py on "
             "packed tied embeddings."
         )
     return proof

@@ -3,7 +3,7 @@
     trainer publishes ─► workers hold calls and load ─► proof on a fixed prompt ─► workers resume ─► version := step
 
 Invariant: `version` is the last one that every worker has confirmed and the proof has passed; whoever waits for a
-version starts after that. Not here: how an engine loads weights (capture.weights), what the proof compares (proof).
+version starts after that. Not here: how an engine loads weights (serving.weights), what the proof compares (proof).
 """
 
 from __future__ import annotations

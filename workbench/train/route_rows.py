@@ -34,7 +34,12 @@ def fetch_routes(run_dir: Path, rows: Sequence[TrainRow]) -> list[TrainRow]:
                     f"Training row {row.rollout_id} has no plan of its routes, although router replay is on; it was "
                     f"published without."
                 )
-            plans[row.rollout_id] = RoutePlan.of(row.meta["route_plan"])
+            try:
+                plans[row.rollout_id] = RoutePlan.of(row.meta["route_plan"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise TrainerError(
+                    f"Training row {row.rollout_id} has no readable plan of its routes: {error}"
+                ) from error
     out: list[TrainRow] = list(rows)
     for group_id in dict.fromkeys(row.group_id for row in rows if row.rollout_id in plans):
         members = [i for i, row in enumerate(rows) if row.group_id == group_id and row.rollout_id in plans]

@@ -12,7 +12,7 @@ experts needs one thread for that, because several add up its gradients in any o
 With a KL penalty a second, frozen copy of the starting model is held: its parameters in `dtype` (SmolLM2-135M: 0.54 GB
 in float32, 0.27 in bfloat16), and one more forward pass without activations.
 Not here: which rows (buffer), who votes (votes), what is recorded (record), loading weights into the engine
-(capture/weights), the schedule (campaign/controller).
+(serving/weights), the schedule (campaign/controller).
 """
 
 from __future__ import annotations
@@ -96,8 +96,9 @@ class Trainer:
     def _split_precision(self) -> list[torch.Tensor]:
         """Make the model a bfloat16 copy of the float32 weights returned; its gradients move to them as they appear."""
         weights = [parameter.detach().clone() for parameter in self.model.parameters()]
-        torch.nn.Module.to(self.model, torch.bfloat16)
         for parameter, weight in zip(self.model.parameters(), weights, strict=True):
+            # Not the whole module: its buffers, such as the frequencies of positions, stay in float32 as the engine's.
+            parameter.data = parameter.data.to(torch.bfloat16)
 
             def move(parameter: torch.Tensor, weight: torch.Tensor = weight) -> None:
                 gradient = parameter.grad
