@@ -3,10 +3,10 @@
 One process: fast tests first, then those that start Ray or a browser, then those with an engine. A slip in the
 arithmetic is then reported in seconds.
 
-Several (`-n 2`, as `make test` runs it): the files that start an engine are one group, which one process begins with, so
-that a machine of two cores never runs two engines; those that start Ray without an engine are the next, which the other
-begins with; those that share executed notebooks or a browser are another, and every other file is one of its own. The
-waits of each are filled with the work of the others.
+Several (`-n 2`, as `make test` runs it): the files that start an engine are one group, which one process begins with,
+so that a machine of two cores never runs two engines; those that start Ray without an engine are the next, which the
+other begins with; those that share executed notebooks or a browser are another, and every other file is one of its
+own. The waits of each are filled with the work of the others.
 Not here: fixtures (`tests/conftest.py`).
 """
 

@@ -128,14 +128,20 @@ def _find(path_or_name: str | Path) -> Path:
     path = Path(path_or_name)
     if path.is_file():
         return path
-    directory = shipped("recipes")
-    if len(path.parts) == 1:
-        named = directory / (path.name if path.suffix in (".yaml", ".yml") else f"{path.name}.yaml")
-        if named.is_file():
-            return named
-    names = sorted(file.stem for file in directory.glob("*.yaml"))
-    hint = did_you_mean(path.stem, names)
-    raise RecipeError(f"No recipe file {str(path)!r}{hint} Shipped recipes: {', '.join(names)}")
+    if named := _shipped(path):
+        return named
+    raise RecipeError(f"No recipe file {str(path)!r}{_hint(path)}")
+
+
+def _shipped(path: Path) -> Path | None:
+    """The shipped recipe of that name, with or without `.yaml`."""
+    named = shipped("recipes") / (path.name if path.suffix in (".yaml", ".yml") else f"{path.name}.yaml")
+    return named if len(path.parts) == 1 and named.is_file() else None
+
+
+def _hint(path: Path) -> str:
+    names = sorted(file.stem for file in shipped("recipes").glob("*.yaml"))
+    return f"{did_you_mean(path.stem, names)} Shipped recipes: {', '.join(names)}"
 
 
 def _ancestry(path: Path, seen: tuple[Path, ...]) -> list[_Layer]:
@@ -162,11 +168,10 @@ def _ancestry(path: Path, seen: tuple[Path, ...]) -> list[_Layer]:
         if not isinstance(parent, str):
             raise RecipeError(f"{shown}: defaults: expected a file name or a list of them, got {parent!r}")
         beside = path.parent / parent
-        if not beside.is_file():
-            beside = shipped("recipes") / parent
-        if not beside.is_file():
-            raise RecipeError(f"{shown}: defaults: no file {parent!r} beside it, nor among the shipped recipes")
-        layers += _ancestry(beside, (*seen, path))
+        found = beside if beside.is_file() else _shipped(Path(parent))
+        if found is None:
+            raise RecipeError(f"{shown}: defaults: no file {parent!r} beside it{_hint(Path(parent))}")
+        layers += _ancestry(found, (*seen, path))
     return [*layers, _Layer(shown, values)]
 
 

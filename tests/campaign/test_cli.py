@@ -118,6 +118,9 @@ def test_doctor_names_a_port_in_use_with_its_key():
     assert not finding.good
     assert str(number) in finding.found and "gateway.port=0" in finding.cure
     assert port("gateway.port", "127.0.0.1", 0).good
+    for nobody in ("192.0.2.1", "a" * 70):
+        finding = port("gateway.port", nobody, 0)
+        assert not finding.good and nobody in finding.found and "gateway.host" in finding.cure
 
 
 def test_run_refuses_a_port_in_use_before_anything_starts():

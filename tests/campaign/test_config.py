@@ -64,6 +64,7 @@ def test_defaults_may_be_a_list_and_name_shipped_recipes(tmp_path):
     write(tmp_path, "more.yaml", "train: {steps: 9}\n")
     recipe = load_recipe(write(tmp_path, "r.yaml", "defaults: [cpu_smoke.yaml, more.yaml]\nname: r\n"))
     assert (recipe.train.steps, recipe.model.path) == (9, "tiny")
+    assert load_recipe(write(tmp_path, "s.yaml", "defaults: cpu_smoke\nname: s\n")).model.path == "tiny"
 
 
 def test_a_mandatory_mark_never_hides_a_value_and_is_required_only_of_the_final_recipe(tmp_path):
@@ -146,6 +147,7 @@ def test_a_wrong_override_is_refused_in_one_line(override, expected):
         ("train: {\n", "r.yaml: cannot be read as YAML"),
         ("seed: 1\nseed: 2\n", "r.yaml: cannot be read as YAML"),
         ("defaults: nowhere.yaml\n", "no file 'nowhere.yaml'"),
+        ("defaults: cpu_smok\n", "did you mean cpu_smoke?"),
         ("defaults: [3]\n", "expected a file name or a list of them"),
         ("defaults: r.yaml\n", "r.yaml → r.yaml"),
     ],

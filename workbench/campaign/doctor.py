@@ -199,16 +199,18 @@ def model(recipe: Recipe) -> Finding:
 
 
 def port(key: str, host: str, number: int) -> Finding:
-    if number == 0:
-        return Finding(key, "chosen by the system")
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, number))
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
+        except (OSError, UnicodeError) as error:
+            if number and getattr(error, "errno", None) == errno.EADDRINUSE:
                 return Finding(key, f"{host}:{number} in use", f"stop what listens there, or set {key}=0")
-            return Finding(key, f"{host}:{number}: {error.strerror}", f"set another {key}")
+            other = key if isinstance(error, PermissionError) else f"{key.partition('.')[0]}.host or port"
+            why = getattr(error, "strerror", None) or "no name of a host"
+            return Finding(key, f"{host}:{number}: {why}", f"set another {other}")
+    if number == 0:
+        return Finding(key, "chosen by the system")
     return Finding(key, f"{host}:{number} free")
 
 
