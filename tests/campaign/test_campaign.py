@@ -24,6 +24,12 @@ STARTS_WITHIN_S = 240.0
 ENDS_WITHIN_S = 90.0
 
 
+SECRETS = {
+    name: f"canary-of-{name.lower()}-1f7c" for name in ("WORKBENCH_CONTROL_TOKEN", "WORKBENCH_WORKER_TOKEN", "HF_TOKEN")
+}
+"""Taken by a run where they are set, made by it otherwise."""
+
+
 class Command:
     """`workbench run` in a process of its own; `survivors()` are processes of the run that are still there."""
 
@@ -39,7 +45,7 @@ class Command:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([*python_path, *filter(None, sys.path)])},
+            env={**os.environ, **SECRETS, "PYTHONPATH": os.pathsep.join([*python_path, *filter(None, sys.path)])},
         )
 
     def look(self) -> None:
@@ -106,9 +112,12 @@ def test_one_command_trains_and_leaves_a_notebook_and_a_run_that_verifies(tmp_pa
     assert verify_run(run_dir).ok
     assert (run_dir / "campaign.ipynb").stat().st_size <= 2_000_000
     assert "<img" in (run_dir / "campaign.html").read_text()
-    secrets = [os.environ.get(name) for name in ("WORKBENCH_CONTROL_TOKEN", "WORKBENCH_WORKER_TOKEN")]
-    text = "".join(path.read_text(errors="replace") for path in run_dir.glob("*.*") if path.is_file())
-    assert not any(secret and secret in text for secret in secrets)
+    # The tokens that this run used are in none of its files and in nothing that it said.
+    written = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    assert len(written) > 10
+    for secret in map(str.encode, SECRETS.values()):
+        assert [path for path, content in written.items() if secret in content] == []
+        assert secret not in (command.out + command.err).encode()
 
 
 NOBODY_IMPORTS_CAPTURE = """
