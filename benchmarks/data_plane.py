@@ -42,7 +42,7 @@ def running() -> Iterator[None]:
         log_to_driver=False,
         configure_logging=False,
         _temp_dir=str(directory),
-        _system_config=dict(dataplane.AS_URGENT_AS_WE_ARE),
+        _system_config=dict(dataplane.LOCAL_RAY),
         runtime_env={"env_vars": dataplane.environment(), "py_executable": dataplane.interpreter()},
     )
     try:

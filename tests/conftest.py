@@ -26,7 +26,7 @@ def ray_cluster(tmp_path_factory):
                 log_to_driver=False,
                 configure_logging=False,
                 object_store_memory=128 * 1024 * 1024,
-                _system_config=dict(dataplane.AS_URGENT_AS_WE_ARE),
+                _system_config=dict(dataplane.LOCAL_RAY),
                 runtime_env={"env_vars": dataplane.environment(5.0, 1), "py_executable": dataplane.interpreter()},
             )
             break

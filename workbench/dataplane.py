@@ -36,8 +36,8 @@ TRAIN = "train"
 CONTROLLER_CPUS = 1
 
 #: `_system_config` for a local Ray. It starts its workers with niceness 15 otherwise: next to anything else that
-#: computes they get a thirtieth of a processor, and every deadline on them passes.
-AS_URGENT_AS_WE_ARE = {"worker_niceness": 0}
+#: computes they get a thirtieth of a processor, and every deadline on them passes. Nobody reads its metrics here either.
+LOCAL_RAY = {"worker_niceness": 0, "enable_metrics_collection": False, "enable_open_telemetry": False}
 
 _CONTROLLER = {"name": "TransferQueueController", "namespace": "transfer_queue"}
 _MANAGER_MODULE = "transfer_queue.storage.managers.simple_storage_manager"

@@ -161,7 +161,7 @@ def main(folder: Path) -> None:
         initialize_head=True,
         head_node_args={
             "num_cpus": 6, "object_store_memory": 10**8, "include_dashboard": False,
-            "_system_config": dict(dataplane.AS_URGENT_AS_WE_ARE),
+            "_system_config": dict(dataplane.LOCAL_RAY),
         },
     )  # fmt: skip
     try:

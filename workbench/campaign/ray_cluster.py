@@ -31,6 +31,10 @@ def connect(recipe: Recipe) -> str | None:
 
     plane = recipe.data_plane
     logging.getLogger("ray").setLevel(logging.ERROR)
+    # Of this process alone, on a cluster that was joined too: the thread that gathers Ray's metrics has ended a campaign
+    # (Ray 2.60, SIGSEGV in opentelemetry's MetricReader).
+    for switch in ("RAY_enable_metrics_collection", "RAY_enable_open_telemetry"):
+        os.environ.setdefault(switch, "0")
     options: dict[str, Any] = {
         "log_to_driver": False,
         # Its start-up lines carry times and would stand in the notebook; what goes wrong is raised.
@@ -49,7 +53,7 @@ def connect(recipe: Recipe) -> str | None:
         return None
     temp_dir = str(make_ray_directory())
     options |= {"address": "local", "num_cpus": recipe.ray.num_cpus, "_temp_dir": temp_dir, "include_dashboard": False}
-    options["_system_config"] = dict(dataplane.AS_URGENT_AS_WE_ARE)
+    options["_system_config"] = dict(dataplane.LOCAL_RAY)
     options["runtime_env"]["py_executable"] = dataplane.interpreter()
     try:
         ray.init(**options)

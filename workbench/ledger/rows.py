@@ -89,7 +89,7 @@ class _Findable(BaseModel):
     fingerprint: StrictStr
     context_len: StrictInt = Field(ge=0)
     context_digest: StrictStr
-    staging_chain: tuple[StrictStr, ...]
+    staging_chain: tuple[StrictStr, ...] = Field(min_length=1)
     prompt_options: StrictStr | None = None
 
 
