@@ -36,7 +36,7 @@ TRAIN = "train"
 CONTROLLER_CPUS = 1
 
 #: `_system_config` for a local Ray. It starts its workers with niceness 15 otherwise: next to anything else that
-#: computes they get a thirtieth of a processor, and every deadline on them passes. Nobody reads its metrics here either.
+#: computes they get a thirtieth of a processor, and every deadline on them passes. Nobody reads its metrics here.
 LOCAL_RAY = {"worker_niceness": 0, "enable_metrics_collection": False, "enable_open_telemetry": False}
 
 _CONTROLLER = {"name": "TransferQueueController", "namespace": "transfer_queue"}

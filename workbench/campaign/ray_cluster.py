@@ -31,8 +31,8 @@ def connect(recipe: Recipe) -> str | None:
 
     plane = recipe.data_plane
     logging.getLogger("ray").setLevel(logging.ERROR)
-    # Of this process alone, on a cluster that was joined too: the thread that gathers Ray's metrics has ended a campaign
-    # (Ray 2.60, SIGSEGV in opentelemetry's MetricReader).
+    # Of this process, on a cluster that was joined too: the thread that gathers Ray's metrics has ended a campaign (Ray
+    # 2.60, SIGSEGV in opentelemetry's MetricReader).
     for switch in ("RAY_enable_metrics_collection", "RAY_enable_open_telemetry"):
         os.environ.setdefault(switch, "0")
     options: dict[str, Any] = {
