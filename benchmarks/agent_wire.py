@@ -59,7 +59,8 @@ async def arm(bench: Bench, *, echo: bool) -> tuple[float, int]:
     for number in range(ROLLOUTS):
         url = f"{bench.worker.url}/v1" if echo else f"{bench.url}/ng-rollout/wire.0.{number}.0/v1"
         client = openai.AsyncOpenAI(base_url=url, api_key=bench.worker._token, max_retries=0, http_client=counted.http)
-        asked: Any = EchoClient(client, SamplingPins(max_tokens=64), lambda: 0) if echo else client
+        pins, rollout_id = SamplingPins(max_tokens=64), f"wire.0.{number}.0"
+        asked: Any = EchoClient(client, pins, lambda: 0, rollout_id) if echo else client
         sampled += await play(asked.chat.completions.create, number)
     await counted.http.aclose()
     return counted.count / sampled, counted.ids
