@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import threading
 import time
@@ -361,12 +360,7 @@ def test_a_listener_that_raises_changes_nothing(caplog: pytest.LogCaptureFixture
     assert "listener" in caplog.text
 
 
-def test_failures_that_nobody_listens_to_are_logged(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Whatever the libraries of earlier tests have done to this process's loggers.
-    caplog.set_level(logging.WARNING, logger="workbench.capture.core")
-    monkeypatch.setattr(logging.getLogger("workbench.capture.core"), "disabled", False)
+def test_failures_that_nobody_listens_to_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     core = CaptureCore(Shelf(), lambda: 0)
     core.complete(core.begin(root()), **{**ROOT, "logprobs": []})
     assert "r/c0" in caplog.text and "logprob_count_mismatch" in caplog.text
