@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import uuid
 from collections.abc import AsyncIterator
@@ -9,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import orjson
 
 from workbench.capture.staging import MemorySink
 from workbench.serving.door import ADMISSION_HEADER, ROLLOUT_HEADER, WORKER_TOKEN_ENV
 from workbench.serving.worker import PolicyServer, WorkerConfig
-from workbench.wire import CaptureAdmission
+from workbench.wire import CaptureAdmission, StagedCall
 
 TOKEN = "worker-token-of-the-tests"
+USER = {"role": "user", "content": "hello there"}
+NEXT = {"role": "user", "content": "say hello"}
+DEADLINE_S = 10.0
 
 
 class Agent:
@@ -111,10 +116,17 @@ async def serving(
     monkeypatch.setenv(WORKER_TOKEN_ENV, TOKEN)
     sink = settings.pop("sink", None) or MemorySink()
     config = WorkerConfig(model_path=str(model), engine="scripted", script_path=str(script), **settings)
+    async with started(config, sink) as server:
+        yield server, sink
+
+
+@contextlib.asynccontextmanager
+async def started(config: WorkerConfig, sink: MemorySink) -> AsyncIterator[PolicyServer]:
+    """A server of these settings, started; stopped, with its clients, in the end."""
     server = PolicyServer(config, sink, sink)
     await server.start()
     try:
-        yield server, sink
+        yield server
     finally:
         await close_clients()
         await server.stop()
@@ -124,3 +136,24 @@ def write_script(folder: Path, *lines: dict[str, Any]) -> Path:
     path = folder / "script.jsonl"
     path.write_bytes(b"\n".join(orjson.dumps(line) for line in lines))
     return path
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+async def rows_of(sink: MemorySink, agent: Agent, call_id: str) -> list[StagedCall]:
+    rows = await sink.fetch(agent.chains[call_id])
+    assert all(isinstance(row, StagedCall) for row in rows)
+    return rows  # type: ignore[return-value]
+
+
+def joined(rows: list[StagedCall], column: str) -> list[Any]:
+    return np.concatenate([getattr(row, column) for row in rows]).tolist()
+
+
+async def until(condition: Any) -> None:
+    deadline = asyncio.get_running_loop().time() + DEADLINE_S
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, "the awaited state never came"
+        await asyncio.sleep(0.01)

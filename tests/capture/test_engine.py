@@ -1,6 +1,7 @@
 """The real engine, with a tap below the capture: what was staged is what the engine ran, id for id.
 
-One engine for the module (tiny random model, float32): about half a minute to start.
+One engine for the module (tiny random model, float32): about half a minute to start. That is why this file is long:
+whatever needs the real engine shares it.
 """
 
 from __future__ import annotations

@@ -6,48 +6,26 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from capture.scripted_worker import Agent, serving, text_of, write_script
+from capture.scripted_worker import (
+    DEADLINE_S,
+    NEXT,
+    USER,
+    Agent,
+    joined,
+    rows_of,
+    said,
+    serving,
+    text_of,
+    until,
+    write_script,
+)
 from capture.templates import tokenizer
 
 from workbench.capture.staging import MemorySink
-from workbench.errors import CaptureError, DeadlineExceeded, ProbeFailed, SetupError, WeightSyncError
+from workbench.errors import ProbeFailed, SetupError
 from workbench.serving.worker import PolicyServer, WorkerConfig
 from workbench.wire import Cause, StagedCall
-
-USER = {"role": "user", "content": "hello there"}
-NEXT = {"role": "user", "content": "say hello"}
-DEADLINE_S = 10.0
-
-
-@pytest.fixture(scope="module")
-def chatml_folder(tmp_path_factory: Any) -> Path:
-    """A folder with a tokenizer and a chat template; a scripted engine needs no weights."""
-    folder = tmp_path_factory.mktemp("chatml")
-    tokenizer("chatml").save_pretrained(folder)
-    return folder
-
-
-def said(text: str) -> dict[str, str]:
-    return {"role": "assistant", "content": text}
-
-
-async def rows_of(sink: MemorySink, agent: Agent, call_id: str) -> list[StagedCall]:
-    rows = await sink.fetch(agent.chains[call_id])
-    assert all(isinstance(row, StagedCall) for row in rows)
-    return rows  # type: ignore[return-value]
-
-
-def joined(rows: list[StagedCall], column: str) -> list[Any]:
-    return np.concatenate([getattr(row, column) for row in rows]).tolist()
-
-
-async def until(condition: Any) -> None:
-    deadline = asyncio.get_running_loop().time() + DEADLINE_S
-    while not condition():
-        assert asyncio.get_running_loop().time() < deadline, "the awaited state never came"
-        await asyncio.sleep(0.01)
 
 
 async def test_row_keeps_the_sampled_pieces_of_a_word(chatml_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
@@ -312,148 +290,6 @@ async def test_turn_that_the_template_does_not_render_is_a_splice_failure(
         assert outcome["failure"]["cause"] == Cause.SPLICE_BOUNDARY
 
 
-async def test_weight_update_waits_for_running_calls_and_holds_new_ones(
-    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
-    script = write_script(
-        tmp_path, {"text": "The capital of France", "rollout": "slow.*", "delay_s": 0.5}, {"text": "quick"}
-    )
-    async with serving(chatml_folder, script, monkeypatch, quiet_timeout_s=5.0) as (server, sink):
-        slow, quick = Agent(server, "slow.0.0.0"), Agent(server, "run.0.0.0")
-        running = asyncio.create_task(slow.call([USER]))
-        await until(lambda: server.gate.running == 1)
-        update = asyncio.create_task(server.update_weights("unused", 1))
-        await until(lambda: not server.gate._open.is_set())
-        held = asyncio.create_task(quick.call([USER]))
-        old, _, outcome = await running
-        assert outcome["coords"]["weight_version"] == 0
-        assert (await update)["quiet_s"] > 0
-        _, _, outcome = await held
-        assert outcome["coords"]["weight_version"] == 1
-        assert (await rows_of(sink, slow, old))[0].weight_version == 0
-        assert (await quick.http.get("/workbench/status")).json()["weight_version"] == 1
-
-
-async def test_calls_stay_held_after_an_update_until_it_was_proved(
-    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
-    async with serving(chatml_folder, write_script(tmp_path, {"text": "one"}), monkeypatch) as (server, _):
-        await server.update_weights("unused", 1, hold=True)
-        held = asyncio.create_task(Agent(server, "run.0.0.0").call([USER]))
-        await until(lambda: server.capture.board.live_calls == 1)
-        assert (await asyncio.wait([held], timeout=0.1))[0] == set()
-        assert server.gate.running == 0
-        server.resume()
-        _, _, outcome = await held
-        assert outcome["coords"]["weight_version"] == 1
-        await server.update_weights("unused", 2)
-        assert not server.gate.held
-
-
-async def test_a_call_that_may_straddle_is_not_waited_for_and_nothing_of_it_leaves_before_the_proof(
-    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
-    script = write_script(tmp_path, {"text": "The capital of France", "delay_s": 0.2})
-    async with serving(chatml_folder, script, monkeypatch, quiet_timeout_s=0.01) as (server, sink):
-        running = asyncio.create_task(Agent(server, "run.0.0.0").call([USER]))
-        await until(lambda: server.gate.running == 1)
-        assert (await server.update_weights("unused", 1, hold=True, straddle=True))["straddling"] == 1
-        held = asyncio.create_task(Agent(server, "run.0.1.0").call([USER]))
-        assert (await asyncio.wait([running, held], timeout=0.5))[0] == set()
-        assert sink.rows == {}
-        server.resume()
-        assert (await running)[2]["coords"]["weight_version"] == 0
-        assert (await held)[2]["coords"]["weight_version"] == 1
-
-
-async def test_a_reader_who_leaves_during_a_long_update_gets_the_call_staged_all_the_same(
-    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
-    """What was sampled waits for the proof; that wait is not the engine's slowness to abort."""
-    monkeypatch.setattr("workbench.capture.engine.ABORT_TIMEOUT_S", 0.5)
-    script = write_script(tmp_path, {"text": "The capital of France is Paris.", "delay_s": 0.05})
-    async with serving(chatml_folder, script, monkeypatch) as (server, sink):
-        asked: list[str] = []
-        stop = server.engine.abort
-
-        async def abort(call_id: str) -> None:
-            asked.append(call_id)
-            await stop(call_id)
-
-        monkeypatch.setattr(server.engine, "abort", abort)
-        running = asyncio.create_task(Agent(server, "run.0.0.0").call([USER]))
-        await until(lambda: server.gate.running == 1)
-        await server.update_weights("unused", 1, hold=True, straddle=True)
-        running.cancel()
-        # One every fifth of a second: for longer than the engine has for an abort.
-        await until(lambda: len(asked) > 6)
-        assert server.gate.running == 1 and sink.rows == {}
-        server.resume()
-        await until(lambda: server.gate.running == 0)
-        (row,) = await sink.fetch(list(sink.rows))
-        assert (row.weight_version, row.extras["finish_reason"]) == (0, "abort")
-
-
-async def test_after_an_update_that_failed_while_it_loaded_nothing_is_sampled(monkeypatch: Any, tmp_path: Path) -> None:
-    """The engine says which weights it kept only after it has loaded; a call let in then would have those of nobody."""
-    monkeypatch.setenv("WORKBENCH_WORKER_TOKEN", "t")
-    (tmp_path / "config.json").write_text("{}")
-    server = PolicyServer(WorkerConfig(model_path=str(tmp_path), capture_enabled=False))
-    server.engine = engine = EngineThatKeepsOtherWeights()
-    for straddle in (False, True):
-        with pytest.raises(WeightSyncError, match="kept other weights"):
-            await server.update_weights(str(tmp_path), 1, hold=True, straddle=straddle)
-        assert server.gate.in_doubt and server.weight_version() == 0
-        call = asyncio.create_task(server.gate.call().__aenter__())
-        assert (await asyncio.wait([call], timeout=0.05))[0] == set()
-        call.cancel()
-    engine.keeps_others = False
-    loading = asyncio.create_task(server.update_weights(str(tmp_path), 1))
-    with pytest.raises(CaptureError, match="already in progress"):
-        while not loading.done():
-            await asyncio.sleep(0)
-            async with server.gate.alone(1.0):
-                break
-    await loading
-    async with asyncio.timeout(DEADLINE_S), server.gate.call():
-        assert (server.weight_version(), server.gate.in_doubt) == (1, False)
-
-
-class EngineThatKeepsOtherWeights:
-    """What a worker asks of vLLM in an update, with a load that fails after it has changed weights."""
-
-    errored = False
-    keeps_others = True
-
-    async def collective_rpc(self, method: str, args: tuple[str]) -> list[dict[str, float]]:
-        await asyncio.sleep(0)
-        if self.keeps_others:
-            raise WeightSyncError(f"{args[0]}: the engine kept other weights")
-        return [{"load_s": 0.0}]
-
-    async def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
-        return reset_running_requests
-
-    async def update_weight_version(self, version: str) -> None: ...
-
-    async def pause_generation(self, mode: str, clear_cache: bool) -> None: ...
-
-    async def resume_generation(self) -> None: ...
-
-
-async def test_weight_update_gives_up_at_its_deadline_and_lets_calls_go_on(
-    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
-) -> None:
-    script = write_script(tmp_path, {"text": "The capital of France", "delay_s": 0.8})
-    async with serving(chatml_folder, script, monkeypatch, quiet_timeout_s=0.1) as (server, _):
-        running = asyncio.create_task(Agent(server, "run.0.0.0").call([USER]))
-        await until(lambda: server.gate.running == 1)
-        with pytest.raises(DeadlineExceeded, match="1 generations still ran"):
-            await server.update_weights("unused", 1)
-        _, _, outcome = await running
-        assert outcome["coords"]["weight_version"] == server.weight_version() == 0
-
-
 async def test_sampling_of_a_captured_call_is_the_recipes(
     chatml_folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -537,7 +373,6 @@ async def test_probe_stops_a_begin_token_that_stands_twice(tmp_path: Path, monke
 
 
 async def test_worker_refuses_to_start_without_its_token(chatml_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    from workbench.serving.worker import WorkerConfig
 
     monkeypatch.delenv("WORKBENCH_WORKER_TOKEN", raising=False)
     config = WorkerConfig(model_path=str(chatml_folder), engine="scripted", script_path="unused")

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from capture.scripted_worker import TOKEN, Agent, close_clients, text_of
+from capture.scripted_worker import TOKEN, Agent, started, text_of
 
 from workbench import models
 from workbench.capture.staging import MemorySink
@@ -41,8 +41,6 @@ SAME, BESIDE = 0.999, 0.3
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def worker() -> AsyncIterator[tuple[PolicyServer, MemorySink]]:
-    patch = pytest.MonkeyPatch()
-    patch.setenv(WORKER_TOKEN_ENV, TOKEN)
     sink = MemorySink()
     config = WorkerConfig(
         model_path=str(models.build("tiny-moe")),
@@ -54,14 +52,10 @@ async def worker() -> AsyncIterator[tuple[PolicyServer, MemorySink]]:
         sampling={"max_tokens": 24},
         engine_arguments=["--max-num-batched-tokens", str(CHUNK)],
     )
-    server = PolicyServer(config, sink, sink)
-    await server.start()
-    try:
-        yield server, sink
-    finally:
-        await close_clients()
-        await server.stop()
-        patch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(WORKER_TOKEN_ENV, TOKEN)
+        async with started(config, sink) as server:
+            yield server, sink
 
 
 @pytest.fixture(scope="module")

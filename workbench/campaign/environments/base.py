@@ -108,6 +108,13 @@ async def say_once(client: AsyncOpenAI, model: str, messages: list[Message]) -> 
     return AgentResult(response, messages)
 
 
+def ended_full(response: dict[str, Any] | None, messages: list[Message], full: WindowFull) -> AgentResult:
+    """A conversation whose window is full: what there is of it stands; an error where that is nothing."""
+    if response is None:
+        return AgentResult(None, messages, error=f"the first request was refused: {full}")
+    return AgentResult(response, messages, ended_early=f"window full: {full}")
+
+
 def weigh(components: dict[str, float], weights: Mapping[str, float]) -> Reward:
     """The weighted sum, rounded so that a full score is exactly 1 and equal answers have equal rewards."""
     return Reward(round(sum(weights[part] * value for part, value in components.items()), 9), components)

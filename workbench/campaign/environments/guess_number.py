@@ -20,6 +20,7 @@ from workbench.campaign.environments.base import (
     Reward,
     Task,
     WindowFull,
+    ended_full,
     say,
     take_options,
     weigh,
@@ -67,9 +68,7 @@ class GuessNumber:
             try:
                 text, response = await say(client, model, messages)
             except WindowFull as full:
-                if response is None:
-                    return AgentResult(None, messages, error=f"the first request was refused: {full}")
-                return AgentResult(response, messages, ended_early=f"window full: {full}")
+                return ended_full(response, messages, full)
             number = read_answer(LABEL, text).number
             # One right guess ends the game, but never before the second turn.
             if turn + 1 == self.turns or (number == task.data["secret"] and turn + 1 >= self.min_calls):

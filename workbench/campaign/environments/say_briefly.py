@@ -18,6 +18,7 @@ from workbench.campaign.environments.base import (
     Reward,
     Task,
     WindowFull,
+    ended_full,
     say,
     take_options,
 )
@@ -54,9 +55,7 @@ class SayBriefly:
             try:
                 _, response = await say(client, model, messages)
             except WindowFull as full:
-                if response is None:
-                    return AgentResult(None, messages, error=f"the first request was refused: {full}")
-                return AgentResult(response, messages, ended_early=f"window full: {full}")
+                return ended_full(response, messages, full)
         return AgentResult(response, messages)
 
     def reward(self, task: Task, result: AgentResult) -> Reward:

@@ -14,7 +14,15 @@ from typing import Any, cast
 
 from openai import AsyncOpenAI, BadRequestError
 
-from workbench.campaign.environments.base import AgentResult, Message, Reward, Task, WindowFull, take_options
+from workbench.campaign.environments.base import (
+    AgentResult,
+    Message,
+    Reward,
+    Task,
+    WindowFull,
+    ended_full,
+    take_options,
+)
 from workbench.campaign.environments.file_fix.sandbox import Limits, TestRun, run_tests, weaknesses
 from workbench.campaign.environments.file_fix.tasks import bugs, choose
 from workbench.campaign.environments.file_fix.workspace import TOOLS, Workspace
@@ -76,9 +84,7 @@ class FileFix:
             try:
                 answer, response = await self._ask(client, model, messages)
             except WindowFull as full:
-                if response is None:
-                    return AgentResult(None, messages, error=f"the first request was refused: {full}")
-                return AgentResult(response, messages, ended_early=f"window full: {full}")
+                return ended_full(response, messages, full)
             if turn + 1 == self.turns or await self._answer(workspace, answer, messages):
                 break
         return AgentResult(response, messages)
