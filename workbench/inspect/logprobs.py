@@ -199,10 +199,9 @@ class LogprobDelta(LiveView):
                 ls="-" if k == 0 else "--",
                 label=label,
             )
-        place.set_title("mean |Δ|")
         some = "" if len(drawn) == len(parts) else f"; {len(drawn) - 1} of {len(parts) - 1:,} weight versions"
         place.set_xlabel(f"by place: sampled token of the row{some}")
-        place.set_ylabel("nat")
+        place.set_ylabel("mean |Δ|, nat")  # and no title: its line belongs to the legend, six entries long
         place.set_ylim(bottom=0)
         legend_beside_title(place, columns=len(SERIES))
         return figure
