@@ -211,7 +211,7 @@ def _linearize(receipt: RolloutReceipt, chain: list[Link], joined: Joined) -> Li
     for link in chain:
         record, call_id = link.record, link.record.model_call_id
         ids_be_T = joined.ids[link.span]
-        cumulative.update(ids_be_T.data)
+        cumulative.update(ids_be_T)
         running = chain_encoded_ids(running, ids_be_T)
         if running != record.chain_hash:
             detail = f"the deltas up to here chain to {running}, the manifest says {record.chain_hash}"
