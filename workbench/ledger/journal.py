@@ -42,6 +42,7 @@ class Journal:
         self._lines = 0
         self._seen: tuple[int, int, int] | None = None
         self._anchor = b""
+        self._named = False
 
     def refresh(self) -> None:
         """Read the lines that were added since the last time. A missing file has no lines.
@@ -65,11 +66,11 @@ class Journal:
 
         `append(row, durable=False)` leaves out the fsync: the line outlives this process, not the machine.
         """
-        created = not self.path.exists()
         with self._opened(os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX) as fd:
-            if created:
-                # The name of a new file is durable only once its directory is.
-                self._sync_directory()
+            if not self._named:
+                # The name of a file is durable only once its directory is, and whoever made it may have died before.
+                sync_directory(self.path.parent)
+                self._named = True
             self._read(fd)
 
             def append(row: dict[str, Any], *, durable: bool = True) -> None:
@@ -129,6 +130,7 @@ class Journal:
         self._lines = 0
         self._seen = None
         self._anchor = b""
+        self._named = False
         self._on_reset()
 
     @contextmanager
@@ -139,9 +141,6 @@ class Journal:
             yield fd
         finally:
             os.close(fd)  # closing the only descriptor of this open also gives the lock back
-
-    def _sync_directory(self) -> None:
-        sync_directory(self.path.parent)
 
     @staticmethod
     def _signature(stat: os.stat_result) -> tuple[int, int, int]:
@@ -155,13 +154,16 @@ def _read_from(fd: int, start: int, end: int) -> bytes:
     return data
 
 
+_spelled = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False).encode
+
+
 def encode_line(row: dict[str, Any]) -> bytes:
     """One row as the ledger writes it: sorted keys, no spaces, one newline.
 
     Files of two writers are compared byte for byte, so text and floats are spelled as the standard library spells them
     (`\\u00e9`, `1e-05`), which orjson does not.
     """
-    return json.dumps(row, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii") + b"\n"
+    return _spelled(row).encode("ascii") + b"\n"
 
 
 def sync_directory(directory: Path) -> None:
