@@ -14,9 +14,10 @@ import numpy as np
 import orjson
 
 from workbench.capture.staging import MemorySink
-from workbench.serving.door import ADMISSION_HEADER, ROLLOUT_HEADER, WORKER_TOKEN_ENV
+from workbench.serving.door import WORKER_TOKEN_ENV
 from workbench.serving.worker import PolicyServer, WorkerConfig
 from workbench.wire import CaptureAdmission, StagedCall
+from workbench.wire.headers import ADMISSION_HEADER, ROLLOUT_HEADER
 
 TOKEN = "worker-token-of-the-tests"
 USER = {"role": "user", "content": "hello there"}

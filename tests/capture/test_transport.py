@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 
 from workbench.capture.transport import CallBoard, CaptureGate, current_call
-from workbench.serving.door import ADMISSION_HEADER, ROLLOUT_HEADER, Door
+from workbench.serving.door import Door
 from workbench.wire import CaptureAdmission, CommitCoords
+from workbench.wire.headers import ADMISSION_HEADER, CAPTURED_HEADER, ROLLOUT_HEADER
 
 TOKEN = "secret"
 ADMISSION = CaptureAdmission(rollout_id="run.0.0.0", model_call_id="c1", mode="text")
@@ -23,10 +26,12 @@ class Inner:
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.bodies: list[bytes] = []
+        self.before: Callable[[], None] = lambda: None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.calls.append(current_call.get())
         self.bodies.append((await receive()).get("body", b""))
+        self.before()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"served"})
 
@@ -155,6 +160,23 @@ async def test_coordinates_are_waited_for_while_the_call_runs(http: httpx.AsyncC
     answer = (await asked).json()
     assert answer["coords"] == failed("c1").model_dump(mode="json")
     assert answer["failure"] == {"cause": "sink_error", "detail": "disk full"}
+
+
+@pytest.mark.parametrize(("detail", "is_told"), [("Platte voll:\r\nß", True), ("x" * 10_000, False)])
+async def test_an_answer_says_how_its_capture_ended(
+    http: httpx.AsyncClient, inner: Inner, board: CallBoard, detail: str, is_told: bool
+) -> None:
+    inner.before = lambda: board.settle(current_call.get(), failed("c1"), ("sink_error", detail))
+    answer = await http.post("/v1/chat/completions", json={}, headers=TAGGED)
+    asked = (await http.get("/workbench/capture/c1")).json()
+    assert asked["failure"]["detail"] == detail
+    assert (CAPTURED_HEADER in answer.headers) == is_told, "a header has a bounded length"
+    if is_told:
+        assert orjson.loads(answer.headers[CAPTURED_HEADER]) == asked
+
+
+async def test_an_answer_that_is_not_captured_yet_says_nothing(http: httpx.AsyncClient) -> None:
+    assert CAPTURED_HEADER not in (await http.post("/v1/chat/completions", json={}, headers=TAGGED)).headers
 
 
 async def test_board_is_bounded(http: httpx.AsyncClient, board: CallBoard) -> None:

@@ -36,11 +36,18 @@ DIGEST = hash_token_ids([1, 2, 3])
 
 
 class Worker:
-    """A worker that answers as it is told. `coords` makes the acknowledgement from the admission that came."""
+    """A worker that answers as it is told. `coords` makes the acknowledgement from the admission that came, `header`
+    what it says with its answer."""
 
-    def __init__(self, answer: Callable[[], Response], coords: Callable[[CaptureAdmission], Any] | None = None) -> None:
+    def __init__(
+        self,
+        answer: Callable[[], Response],
+        coords: Callable[[CaptureAdmission], Any] | None = None,
+        header: Callable[[CaptureAdmission], bytes] | None = None,
+    ) -> None:
         self._answer = answer
         self._coords = coords
+        self._header = header
         self.admissions: dict[str, CaptureAdmission] = {}
         self.headers: dict[str, str] = {}
         self.app = Starlette(
@@ -55,7 +62,10 @@ class Worker:
         self.headers = dict(request.headers)
         admission = CaptureAdmission.from_header(request.headers["x-workbench-admission"])
         self.admissions[admission.model_call_id] = admission
-        return self._answer()
+        answer = self._answer()
+        if self._header is not None:
+            answer.headers["x-workbench-captured"] = self._header(admission).decode()
+        return answer
 
     async def _acknowledge(self, request: Request) -> Response:
         admission = self.admissions[request.path_params["call"]]
@@ -111,6 +121,11 @@ async def asking(worker: Worker, tmp_path: Path, **settings: Any) -> AsyncIterat
         yield ask, gateway.custodian.store
 
 
+def told(coords: Callable[[CaptureAdmission], Any]) -> Callable[[CaptureAdmission], bytes]:
+    return lambda admission: orjson.dumps({"coords": coords(admission), "failure": None})
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["asked for", "told with the answer"])
 @pytest.mark.parametrize(
     ("coords", "reason"),
     [
@@ -126,14 +141,38 @@ async def asking(worker: Worker, tmp_path: Path, **settings: Any) -> AsyncIterat
         (lambda a: staged(a, chain_hash=None), "ledger_row_missing_chain_hash"),
     ],
 )
-async def test_an_acknowledgement_that_does_not_fit_gives_no_row(coords: Any, reason: str, tmp_path: Path) -> None:
-    worker = Worker(lambda: JSONResponse(ANSWER), coords)
+async def test_an_acknowledgement_that_does_not_fit_gives_no_row(
+    coords: Any, reason: str, asked: bool, tmp_path: Path
+) -> None:
+    if asked or coords is None:
+        worker = Worker(lambda: JSONResponse(ANSWER), coords)
+    else:  # what would be answered if it were asked for does not count
+        worker = Worker(lambda: JSONResponse(ANSWER), staged, told(coords))
     async with asking(worker, tmp_path) as (ask, store):
         answer = await ask()
         assert (answer.status_code, answer.json()) == (200, ANSWER)
         manifest = store.manifest("r")
     assert manifest.records == []
     assert [failure.reason for failure in manifest.failures] == [reason]
+
+
+@pytest.mark.parametrize("header", [b"nonsense", b"[]", b"", b'{"coords": {"rollout_id"'])
+async def test_coordinates_that_cannot_be_read_are_asked_for(header: bytes, tmp_path: Path) -> None:
+    worker = Worker(lambda: JSONResponse(ANSWER), staged, lambda _: header)
+    async with asking(worker, tmp_path) as (ask, store):
+        answer = await ask()
+        (record,) = store.manifest("r").records
+    assert answer.status_code == 200
+    assert "x-workbench-captured" not in answer.headers, "it is for the gateway alone"
+    assert record.chain_hash == DIGEST
+
+
+async def test_an_answer_that_is_sent_whole_takes_one_exchange(tmp_path: Path) -> None:
+    worker = Worker(lambda: JSONResponse(ANSWER), None, told(staged))
+    async with asking(worker, tmp_path) as (ask, store):
+        await ask()
+        (record,) = store.manifest("r").records
+    assert record.chain_hash == DIGEST
 
 
 async def test_a_served_object_without_an_id_gives_no_row(tmp_path: Path) -> None:

@@ -19,8 +19,9 @@ import numpy as np
 import orjson
 
 from workbench.errors import ProbeFailed, StagingError
-from workbench.serving.door import ADMISSION_HEADER, ROLLOUT_HEADER, WORKER_TOKEN_ENV
+from workbench.serving.door import WORKER_TOKEN_ENV
 from workbench.wire import CaptureAdmission, StagedCall
+from workbench.wire.headers import ADMISSION_HEADER, ROLLOUT_HEADER
 
 if TYPE_CHECKING:
     from workbench.capture.attach import Capture

@@ -1,7 +1,8 @@
 """Transport: how an admission reaches the engine and how the coordinates get back, over the worker's own HTTP port.
 
     gateway ── POST …, x-workbench-rollout, x-workbench-admission ──▶ CaptureGate ──▶ the serving app ──▶ engine wrapper
-    gateway ── GET /workbench/capture/<call id> ──▶ CallBoard ──▶ {"coords": …, "failure": …, "staged_s": …}
+    gateway ◀── x-workbench-captured: {"coords": …, "failure": …, "staged_s": …} ──┴── on an answer that is sent whole
+    gateway ── GET /workbench/capture/<call id> ──▶ CallBoard ──▶ the same: for a stream, and after a crash
 
 The gate is ASGI middleware behind the worker's door: it refuses what capture cannot record exactly, and puts a
 `TaggedCall` into a context variable that the renderer hook and the engine wrapper read. A request without the rollout
@@ -12,6 +13,7 @@ Not here: what a staged call is (core), where its prompt comes from (splice), ho
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import OrderedDict
 from collections.abc import MutableMapping, Sequence
 from contextvars import ContextVar
@@ -23,20 +25,10 @@ import orjson
 from pydantic import ValidationError
 
 from workbench.errors import CallRefused, WireError
-from workbench.serving.door import (
-    ADMISSION_HEADER,
-    ROLLOUT_HEADER,
-    App,
-    Receive,
-    Scope,
-    Send,
-    header_map,
-    is_tagged,
-    refuse,
-    send_json,
-)
+from workbench.serving.door import App, Receive, Scope, Send, header_map, is_tagged, refuse, send_json
 from workbench.serving.sampling import said_in
 from workbench.wire import CaptureAdmission, Cause, CommitCoords
+from workbench.wire.headers import ADMISSION_HEADER, CAPTURED_HEADER, ROLLOUT_HEADER
 
 
 def decode_admission(header: str) -> CaptureAdmission:
@@ -66,6 +58,9 @@ class TaggedCall:
     """Whether the reader of the outputs is gone."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
 
+
+LONGEST_HEADER = 8_192
+"""Bytes. Coordinates have about 800; what is longer is asked for."""
 
 current_call: ContextVar[TaggedCall | None] = ContextVar("workbench_tagged_call", default=None)
 
@@ -115,6 +110,10 @@ class CallBoard:
         answers = ((call_id, self._answers.get(call_id, {})) for call_id in call_ids)
         return {i: {name: answer[name] for name in names} for i, answer in answers if "sampled_tokens" in answer}
 
+    def known(self, call_id: str) -> dict[str, Any] | None:
+        """The coordinates message of a call that was settled and is still remembered."""
+        return self._answers.get(call_id)
+
     async def answer(self, call_id: str, timeout_s: float) -> dict[str, Any] | None:
         """The coordinates message of a call, waiting up to `timeout_s` while it runs; None when there is none."""
         live = self._live.get(call_id)
@@ -123,7 +122,7 @@ class CallBoard:
                 await asyncio.wait_for(live.settled.wait(), timeout_s)
             except TimeoutError:
                 return None
-        return self._answers.get(call_id)
+        return self.known(call_id)
 
 
 class CaptureGate:
@@ -161,11 +160,24 @@ class CaptureGate:
             return
         context = current_call.set(call)
         try:
-            await self._app(scope, _replay(body, receive), send)
+            await self._app(scope, _replay(body, receive), self._telling(call.admission.model_call_id, send))
         finally:
             current_call.reset(context)
             if not call.recorded:
                 self._board.close(call)
+
+    def _telling(self, call_id: str, send: Send) -> Send:
+        """`send`, which tells the gateway in the same breath how the capture ended: that saves it an exchange."""
+
+        async def telling(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start" and (answer := self._board.known(call_id)) is not None:
+                # The detail of a failure is free text; a header is ASCII on one line, and not without end.
+                told = json.dumps(answer, separators=(",", ":")).encode("ascii")
+                if len(told) <= LONGEST_HEADER:
+                    message["headers"] = [*message.get("headers", ()), (CAPTURED_HEADER.encode(), told)]
+            await send(message)
+
+        return telling
 
     async def _admit(self, headers: dict[bytes, bytes], receive: Receive) -> tuple[TaggedCall, bytes]:
         encoded = headers.get(ADMISSION_HEADER.encode())

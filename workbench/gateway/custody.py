@@ -117,8 +117,9 @@ class Custodian:
             stored_input,
         )
 
-    async def settle(self, call: Call, served: Mapping[str, Any]) -> None:
-        """Write the row of a call whose completion is there, before it leaves."""
+    async def settle(self, call: Call, served: Mapping[str, Any], told: str | None = None) -> None:
+        """Write the row of a call whose completion is there, before it leaves. `told`: its coordinates, where the
+        worker sent them with the answer."""
         response_items = call.dialect.response_items(served)
         if call.stored_input is not None and served.get("id"):
             added = [*call.stored_input, *call.dialect.stored_output(served)]
@@ -135,7 +136,7 @@ class Custodian:
             await self.off_loop(self._note, call, response_items)
             return
         began = time.monotonic()
-        answer = await self._upstream.acknowledgement(call.rollout_id, call.model_call_id, self._coords_timeout_s)
+        answer = await self._upstream.acknowledgement(call.rollout_id, call.model_call_id, self._coords_timeout_s, told)
         if answer.staged_s is not None:
             self._metrics.staging_s.observe(answer.staged_s)
         await self.off_loop(self._write, call, served, response_items, answer)

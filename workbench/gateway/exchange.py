@@ -28,6 +28,7 @@ from workbench.gateway.retries import Recording
 from workbench.gateway.sse import Frame, frames
 from workbench.gateway.upstream import Upstream
 from workbench.wire import Cause
+from workbench.wire.headers import CAPTURED_HEADER
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +150,9 @@ class Exchange:
                 Refused(502, f"The policy worker's answer is no JSON ({error}).", "worker_error")
             ) from None
         await self.recording.answered(self.call, JSON, body)
-        await self._settle(served if isinstance(served, dict) else {})
+        await self.custodian.settle(
+            self.call, served if isinstance(served, dict) else {}, answer.headers.get(CAPTURED_HEADER)
+        )
         self._head.set_result(Head(200, JSON, body))
 
     async def _relay_stream(self, answer: httpx.Response) -> None:
@@ -173,7 +176,7 @@ class Exchange:
                 Refused(502, "The policy worker's stream ended before its response did.", "worker_stream_cut")
             )
         await self.recording.answered(self.call, SSE, b"".join(came))
-        await self._settle(assembler.served())
+        await self.custodian.settle(self.call, assembler.served())
         for frame in held:
             self._release(frame.raw)
         self._end()
@@ -195,9 +198,6 @@ class Exchange:
     def _tell(self) -> None:
         news, self._news = self._news, asyncio.Event()
         news.set()
-
-    async def _settle(self, served: dict) -> None:
-        await self.custodian.settle(self.call, served)
 
     async def _broken(self, refused: Refused) -> Refused:
         """Record that there is no completion, and return what the agent is told."""

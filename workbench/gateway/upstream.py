@@ -1,7 +1,7 @@
 """Upstream: the policy workers behind a gateway, over HTTP.
 
     send             a request as a worker expects it: its bearer token, and for captured calls the admission
-    acknowledgement  the token-free coordinates of one call, waited for with a deadline
+    acknowledgement  the token-free coordinates of one call, told with its answer or waited for with a deadline
 
 Invariant: all calls of a rollout go to one worker, at every gateway process, because only that one still has the
 rollout's cumulative ids in memory. The worker follows from the rollout's id and the list of workers alone, so nothing
@@ -12,6 +12,7 @@ No header of an agent is forwarded. Not here: what the answers mean for custody 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 from collections.abc import Sequence
@@ -22,9 +23,7 @@ import httpx
 import orjson
 
 from workbench.wire import CaptureAdmission
-
-ADMISSION_HEADER = "x-workbench-admission"
-ROLLOUT_HEADER = "x-workbench-rollout"
+from workbench.wire.headers import ADMISSION_HEADER, ROLLOUT_HEADER
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,17 @@ class Acknowledgement:
     failure: dict[str, Any] | None = None
     missing: str = ""
     staged_s: float | None = None
+
+    @classmethod
+    def read(cls, message: bytes | str) -> Acknowledgement:
+        """From a worker's JSON. Raises ValueError where it is none, or no object."""
+        payload = orjson.loads(message)
+        if not isinstance(payload, dict):
+            raise ValueError(f"expected a JSON object, got {type(payload).__name__}")
+        staged_s = payload.get("staged_s")
+        return cls(
+            payload.get("coords"), payload.get("failure"), staged_s=staged_s if isinstance(staged_s, float) else None
+        )
 
 
 class Upstream:
@@ -85,8 +95,14 @@ class Upstream:
         request = self._client.build_request(method, url, headers=headers, content=body)
         return await self._client.send(request, stream=True)
 
-    async def acknowledgement(self, rollout_id: str, model_call_id: str, timeout_s: float) -> Acknowledgement:
-        """Ask for the coordinates of a call until its worker answers or the deadline is over. Never raises."""
+    async def acknowledgement(
+        self, rollout_id: str, model_call_id: str, timeout_s: float, told: str | None = None
+    ) -> Acknowledgement:
+        """The coordinates of a call: what its worker `told` with its answer, else asked for until it answers or the
+        deadline is over. Never raises."""
+        if told is not None:
+            with contextlib.suppress(ValueError):
+                return Acknowledgement.read(told)
         worker = self.worker_of(rollout_id)
         why = "no answer"
         pause_s = 0.05
@@ -98,17 +114,11 @@ class Upstream:
                             f"{worker}/workbench/capture/{model_call_id}", headers=self._headers
                         )
                         if answer.status_code == 200:
-                            payload = orjson.loads(answer.content)
-                            staged_s = payload.get("staged_s")
-                            return Acknowledgement(
-                                payload.get("coords"),
-                                payload.get("failure"),
-                                staged_s=staged_s if isinstance(staged_s, float) else None,
-                            )
+                            return Acknowledgement.read(answer.content)
                         why = f"the worker answered {answer.status_code}"
                         if answer.status_code < 500:
                             return Acknowledgement(None, missing=why)
-                    except (httpx.HTTPError, orjson.JSONDecodeError, AttributeError) as error:
+                    except (httpx.HTTPError, ValueError) as error:
                         why = f"{type(error).__name__}: {error}"
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, 1.0)

@@ -13,9 +13,9 @@ from typing import Any
 
 import orjson
 
+from workbench.wire.headers import ADMISSION_HEADER, ROLLOUT_HEADER
+
 WORKER_TOKEN_ENV = "WORKBENCH_WORKER_TOKEN"
-ADMISSION_HEADER = "x-workbench-admission"
-ROLLOUT_HEADER = "x-workbench-rollout"
 OF_ITS_NODE = "node"
 """As a worker's host: the address under which the other nodes of the Ray cluster know the one it stands on."""
 

@@ -24,8 +24,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from workbench.errors import CallRefused
-from workbench.serving.door import ROLLOUT_HEADER
 from workbench.serving.scripted import ChatParams, Script, ScriptedParams
+from workbench.wire.headers import ROLLOUT_HEADER
 
 _TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 

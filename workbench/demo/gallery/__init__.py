@@ -208,8 +208,10 @@ def _tamper_acknowledgements(bench: Bench) -> None:
     }
     ask = bench.gateway.upstream.acknowledgement
 
-    async def acknowledgement(rollout_id: str, model_call_id: str, timeout_s: float) -> Acknowledgement:
-        answer = await ask(rollout_id, model_call_id, timeout_s)
+    async def acknowledgement(
+        rollout_id: str, model_call_id: str, timeout_s: float, told: str | None = None
+    ) -> Acknowledgement:
+        answer = await ask(rollout_id, model_call_id, timeout_s, told)
         change = changes.get(str((answer.coords or {}).get("rollout_id")))
         return answer if change is None else replace(answer, coords=change(dict(answer.coords)))
 
