@@ -146,6 +146,17 @@ async def test_probe_passes(worker: Worker) -> None:
     assert worker.sink.rows == {}
 
 
+async def test_a_call_that_could_not_be_captured_is_said_in_the_log(
+    worker: Worker, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What vLLM's server imports lifts the root logger to ERROR, and the worker's warnings would be lost."""
+    agent = Agent(worker.server, "run.9.0.0")
+    monkeypatch.setattr(worker.sink, "stage", lambda call: (_ for _ in ()).throw(OSError("disk full")))
+    call_id, _, outcome = await agent.call([USER])
+    assert outcome["coords"]["disposition"] == "capture_failed"
+    assert f"run.9.0.0/{call_id}" in caplog.text and "disk full" in caplog.text
+
+
 async def test_staged_rows_equal_what_the_engine_ran_over_many_turns(worker: Worker) -> None:
     agent = Agent(worker.server, "run.0.0.0")
     messages, call_id = [USER], None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import uuid
@@ -141,7 +142,11 @@ async def build_app(engine_client: Any, arguments: Any) -> Any:
     from vllm.entrypoints.launchers.app import build_app as build_vllm_app
 
     tasks = await engine_client.get_supported_tasks()
+    # A package that this imports lifts the root logger to ERROR: every warning of the worker would be lost.
+    root = logging.getLogger()
+    level = root.level
     app = build_vllm_app(arguments, tasks, engine_client.model_config)
+    root.setLevel(level)
     await init_app_state(engine_client, app.state, arguments, tasks)
     # When its engine is dead vLLM's error handler stops its own server, found here. Ours stays, to say what happened.
     app.state.server = SimpleNamespace(should_exit=False)
