@@ -20,7 +20,7 @@ from benchmarks.measure import Figure, Growth, rate, ratio
 from workbench.campaign.fleet import WORKER_TOKEN, Fleet
 from workbench.config import load_recipe
 
-CONCURRENT, TOKENS, ROUNDS = 32, 48, 6
+CONCURRENT, TOKENS, ROUNDS = 32, 48, 14
 RECIPE = [
     "model.path=smollm2-135m",
     "model.dtype=bfloat16",

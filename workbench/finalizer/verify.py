@@ -27,7 +27,7 @@ from workbench.wire import (
     RolloutReceipt,
     StagedCall,
 )
-from workbench.wire.digests import chain_encoded_ids, prefix_hasher
+from workbench.wire.digests import chain_encoded_ids, hash_encoded_ids
 
 _FIELDS = (
     "model_call_id",
@@ -205,14 +205,11 @@ def _terminal_chain(receipt: RolloutReceipt, records: dict[str, CallRecord], lin
 def _linearize(receipt: RolloutReceipt, chain: list[Link], joined: Joined) -> LinearizedRow:
     """The row of a chain whose columns are `joined`, which is used up."""
     running: str | None = None
-    cumulative = prefix_hasher(joined.ids.size)
     version_spans: list[tuple[str, int, int, int]] = []
     link_spans: list[tuple[str, int, int]] = []
     for link in chain:
         record, call_id = link.record, link.record.model_call_id
-        ids_be_T = joined.ids[link.span]
-        cumulative.update(ids_be_T)
-        running = chain_encoded_ids(running, ids_be_T)
+        running = chain_encoded_ids(running, joined.ids[link.span])
         if running != record.chain_hash:
             detail = f"the deltas up to here chain to {running}, the manifest says {record.chain_hash}"
             reject(Cause.CHAIN_HASH_MISMATCH, call_id, detail)
@@ -222,8 +219,8 @@ def _linearize(receipt: RolloutReceipt, chain: list[Link], joined: Joined) -> Li
     if not any(generated for _, _, generated in link_spans):
         reject(Cause.EMPTY_TRAINING_ROW, receipt.terminal_model_call_id, "the chain holds no sampled token")
     terminal = chain[-1].record
-    if cumulative.hexdigest() != terminal.cumulative_hash:
-        came = cumulative.hexdigest()
+    came = hash_encoded_ids(joined.ids)
+    if came != terminal.cumulative_hash:
         detail = f"the {joined.ids.size} linearised ids hash to {came}, the manifest says {terminal.cumulative_hash}"
         reject(Cause.CUMULATIVE_HASH_MISMATCH, terminal.model_call_id, detail)
     ids_T, mask_T, logprobs_T = joined.into_native()

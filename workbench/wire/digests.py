@@ -61,14 +61,9 @@ def hash_token_ids(token_ids: TokenIds) -> str:
 
 def hash_encoded_ids(ids_be_T: np.ndarray) -> str:
     """`hash_token_ids` of a column that is `>u8` already."""
-    digest = prefix_hasher(ids_be_T.size)
+    digest = hashlib.sha256(_PREFIX_DOMAIN + _COUNT.pack(ids_be_T.size))
     digest.update(ids_be_T)
     return digest.hexdigest()
-
-
-def prefix_hasher(count: int) -> hashlib._Hash:
-    """A hasher that gives the cumulative hash once `count` ids were fed to it as `>u8` columns, in order."""
-    return hashlib.sha256(_PREFIX_DOMAIN + _COUNT.pack(count))
 
 
 def chain_hash(parent_chain_hash: str | None, token_ids_delta: TokenIds) -> str:
