@@ -37,7 +37,20 @@ MUTANTS = (
         "wire/digests.py", '_COLUMN_HEAD = struct.Struct(">QQ")', '_COLUMN_HEAD = struct.Struct("<QQ")', "conformance"
     ),
     Mutant("wire/digests.py", "len(raw) != 32 or raw.hex() != value", "len(raw) != 32", "wire"),
+    Mutant("wire/digests.py", "        logprobs_be_T.data,\n", "", "conformance"),
+    Mutant("wire/digests.py", "if cum_len != prev_len + delta_len:", "if False:", "wire"),
     # verification and linearisation
+    Mutant("finalizer/links.py", "if digest != staged.digest:", "if False:", "finalizer/test_verify.py"),
+    Mutant(
+        "finalizer/links.py", "logprobs_T[:carry].tobytes() != _STEP[: 4 * carry] or ", "", "finalizer/test_verify.py"
+    ),
+    Mutant("finalizer/verdicts.py", "        if not right:", "        if False:", "finalizer/test_group.py"),
+    Mutant(
+        "finalizer/verify.py",
+        "if len(chain) != len(links) or chain != list(links.values()):",
+        "if False:",
+        "finalizer/test_verify.py",
+    ),
     Mutant(
         "finalizer/verify.py",
         "if parent.cum_len != record.prev_len:",
@@ -53,7 +66,7 @@ MUTANTS = (
     Mutant("finalizer/verify.py", "if running != record.chain_hash:", "if False:", "finalizer/test_verify.py"),
     Mutant(
         "finalizer/verify.py",
-        "if cumulative.hexdigest() != terminal.cumulative_hash:",
+        "if came != terminal.cumulative_hash:",
         "if False:",
         "finalizer/test_verify.py",
     ),
@@ -82,20 +95,28 @@ MUTANTS = (
     Mutant("capture/splice.py", "if after[:upto] != closing[:upto]:", "if False:", "capture/test_splice.py"),
     Mutant("capture/splice.py", "    if len(parts) > 2:", "    if False:", "capture/test_splice.py"),
     # advantages
+    Mutant(
+        "train/estimators/base.py", "            if valid_N[row]:", "            if True:", "train/test_advantages.py"
+    ),
+    Mutant("train/estimators/base.py", "max(1.0, float(np.abs(rewards_G).max()))", "1.0", "train/test_advantages.py"),
+    Mutant("train/estimators/rloo.py", "(len(rewards_G) - 1)", "len(rewards_G)", "train/test_advantages.py"),
     Mutant("train/estimators/grpo.py", "(size / (size - 1))", "((size - 1) / size)", "train/test_advantages.py"),
     Mutant("train/estimators/grpo.py", "rewards_G.std(ddof=1)", "rewards_G.std()", "train/test_advantages.py"),
 )
 
 
-def killed_by(mutant: Mutant) -> str | None:
-    """The test that noticed, or None."""
+def verdict_on(mutant: Mutant) -> tuple[bool, str]:
+    """Whether some test noticed, and which; else what happened instead."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as place:
         for name in ("workbench", "tests", "recipes", "notebooks", "pyproject.toml", "conftest.py"):
             source = ROOT / name
             copy = shutil.copytree if source.is_dir() else shutil.copy
             copy(source, Path(place) / name)
         file = Path(place) / "workbench" / mutant.file
-        file.write_text(file.read_text().replace(mutant.was, mutant.becomes))
+        text = file.read_text()
+        if text.count(mutant.was) != 1:
+            return False, f"the line stands there {text.count(mutant.was)} times: the list is older than the code"
+        file.write_text(text.replace(mutant.was, mutant.becomes))
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not ray and not engine",
              *(f"tests/{test}" for test in mutant.tests.split())],
@@ -103,19 +124,19 @@ def killed_by(mutant: Mutant) -> str | None:
             capture_output=True, text=True, check=False, timeout=300,
         )  # fmt: skip
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return failed[0].split(" - ")[0] if done.returncode == 1 and failed else None
+    if done.returncode == 1 and failed:
+        return True, failed[0].split(" - ")[0]
+    passed = done.returncode == 0
+    return False, "its tests pass" if passed else f"its tests did not run: {(done.stdout + done.stderr)[-300:]}"
 
 
 def main(which: str) -> int:
     survivors = 0
     for mutant in MUTANTS:
         if which in mutant.file:
-            killer = killed_by(mutant)
-            survivors += killer is None
-            print(
-                f"{'killed' if killer else 'SURVIVED':9}{mutant.file}: {mutant.was.strip()!r}  {killer or ''}",
-                flush=True,
-            )
+            killed, why = verdict_on(mutant)
+            survivors += not killed
+            print(f"{'killed' if killed else 'SURVIVED':9}{mutant.file}: {mutant.was.strip()!r}  {why}", flush=True)
     return 1 if survivors else 0
 
 

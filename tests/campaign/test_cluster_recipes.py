@@ -23,8 +23,8 @@ from workbench.campaign.ray_cluster import unreachable
 from workbench.config import load_recipe
 from workbench.errors import RecipeError
 from workbench.places import shipped
+from workbench.serving.settings import WorkerConfig
 from workbench.serving.vllm_runtime import serving_arguments
-from workbench.serving.worker import WorkerConfig
 
 CLUSTERED = ("ray_2node", "gpu_1n8g", "nano_swe_6n")
 SUBMIT = shipped("recipes") / "slurm" / "submit.py"

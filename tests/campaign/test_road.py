@@ -29,7 +29,8 @@ from workbench.gateway.client import ControlClient
 from workbench.gateway.process import GatewayProcess
 from workbench.gateway.settings import CONTROL_TOKEN
 from workbench.serving.door import WORKER_TOKEN_ENV
-from workbench.serving.worker import PolicyServer, WorkerConfig
+from workbench.serving.settings import WorkerConfig
+from workbench.serving.worker import PolicyServer
 from workbench.wire import Cause
 
 pytestmark = [

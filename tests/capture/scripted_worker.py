@@ -15,7 +15,8 @@ import orjson
 
 from workbench.capture.staging import MemorySink
 from workbench.serving.door import WORKER_TOKEN_ENV
-from workbench.serving.worker import PolicyServer, WorkerConfig
+from workbench.serving.settings import WorkerConfig
+from workbench.serving.worker import PolicyServer
 from workbench.wire import CaptureAdmission, StagedCall
 from workbench.wire.headers import ADMISSION_HEADER, ROLLOUT_HEADER
 

@@ -95,6 +95,13 @@ SIGNED = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '[over]<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# Says behind a tool call that its result follows, once one does.
+FORESEES = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (m['content'] or '') }}"
+    "{% for call in m['tool_calls'] or [] %}{{ call['function']['arguments'] | tojson }}"
+    "{{ '' if loop.last and m == messages[-1] else '[result]' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 TWICE = "{% for m in messages %}{{ m['content'] + '<|im_end|>' + m['content'] }}{% endfor %}"
 FORGETS = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] + '<|im_end|>' }}{% endfor %}"
 
@@ -127,6 +134,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     ),
     "airy": (AIRY, _CHATML_TOKENS, ()),
     "signed": (SIGNED, _CHATML_TOKENS, ()),
+    "foresees": (FORESEES, _CHATML_TOKENS, ()),
     "twice": (TWICE, _CHATML_TOKENS, ()),
     "forgets": (FORGETS, _CHATML_TOKENS, ()),
 }

@@ -31,7 +31,8 @@ from workbench.finalizer.verify import verify_and_linearize
 from workbench.ledger import LedgerStore, assemble_receipt
 from workbench.serving.door import WORKER_TOKEN_ENV
 from workbench.serving.sampling import SamplingPins
-from workbench.serving.worker import PolicyServer, WorkerConfig
+from workbench.serving.settings import WorkerConfig
+from workbench.serving.worker import PolicyServer
 from workbench.wire import CaptureAdmission, StagedCall
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]

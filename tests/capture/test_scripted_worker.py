@@ -24,7 +24,8 @@ from capture.templates import tokenizer
 
 from workbench.capture.staging import MemorySink
 from workbench.errors import ProbeFailed, SetupError
-from workbench.serving.worker import PolicyServer, WorkerConfig
+from workbench.serving.settings import WorkerConfig
+from workbench.serving.worker import PolicyServer
 from workbench.wire import Cause, StagedCall
 
 

@@ -129,10 +129,10 @@ async def test_a_tool_call_turn_ends_where_its_text_ends_on_a_template_without_t
 
 
 async def test_no_unique_boundary_is_a_failure_and_the_agent_is_served() -> None:
-    for kind in ("twice", "forgets"):
+    for kind, why in (("twice", "renders the last assistant turn 2 times"), ("forgets", "does not render the last")):
         chat = Chat(kind)
         failure = await chat.child([5, 6, 7], [USER, {"role": "assistant", "content": "Paris"}, NEXT])
-        assert failure[0] is Cause.SPLICE_BOUNDARY, kind
+        assert failure[0] is Cause.SPLICE_BOUNDARY and why in failure[1]
     chat = Chat("chatml")
     failure = await chat.child([5, 6, 7], [USER])
     assert failure[0] is Cause.SPLICE_BOUNDARY
@@ -140,6 +140,16 @@ async def test_no_unique_boundary_is_a_failure_and_the_agent_is_served() -> None
     chat = Chat("forgets")
     turn = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     assert (await chat.child([5, 6, 7], [USER, turn, NEXT]))[0] is Cause.SPLICE_BOUNDARY
+
+
+@pytest.mark.parametrize("cut", [False, True])
+async def test_a_template_that_closes_a_tool_call_otherwise_once_its_result_follows_is_refused(cut: bool) -> None:
+    chat = Chat("foresees")
+    said = chat.encode('{"query": "Rome"}')
+    parent = chat.after_turn([USER], said if cut else [*said, chat.end])
+    turn = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    failure = await chat.child(parent, [USER, turn, {"role": "tool", "tool_call_id": "c1", "content": "rain"}])
+    assert failure[0] is Cause.SPLICE_BOUNDARY and "closes the tool-call turn differently" in failure[1]
 
 
 async def test_control_text_written_by_the_user_is_not_mistaken_for_the_boundary() -> None:

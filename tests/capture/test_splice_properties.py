@@ -82,6 +82,9 @@ class Conversation:
     def speak(self, turn: Turn) -> bool:
         """Sample one turn onto the ids and append it and what follows to the messages. Whether the model ended it."""
         calls = turn["calls"][: 1 if self.kind == "llama3" else 3] if self.kind in WITH_TOOLS else []
+        if turn["canonical"]:
+            # The ids of an end of turn end the turn, and no server hands them on as text.
+            turn = {**turn, "text": _without(turn["text"], [self.chat.decode([stop]) for stop in self.chat.stops])}
         said = turn["text"] + "".join(f'<tool_call>{{"name":"search","arguments":{call}}}' for call in calls)
         sampled = self.chat.encode(said)
         if not turn["canonical"]:
@@ -147,6 +150,13 @@ def dumps(value: Any) -> str:
     return orjson.dumps(value).decode()
 
 
+def _without(text: str, ends: list[str]) -> str:
+    while any(end in text for end in ends):
+        for end in ends:
+            text = text.replace(end, "")
+    return text
+
+
 def _holds(messages: list[dict[str, Any]], text: str) -> bool:
     return any(text in str(message["content"]) for message in messages)
 
@@ -161,6 +171,7 @@ TURN: Turn = {
 @example(system=None, question="where?", turns=[TURN])  # a tail that begins with plain text, cut by length
 @example(system=None, question="where?", turns=[{**TURN, "calls": [{"query": "Rome"}], "ended": True}])
 @example(system="s", question="\U0001f30d?", turns=[{**TURN, "text": "\U0001f30d", "canonical": False, "cut": 2}, TURN])
+@example(system=None, question="", turns=[{**TURN, "text": "<|im_end|>", "ended": True}])  # it ends, and says nothing
 @settings(max_examples=20, deadline=None)
 @given(
     system=st.none() | texts,

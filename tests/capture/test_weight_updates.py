@@ -10,7 +10,8 @@ import pytest
 from capture.scripted_worker import DEADLINE_S, USER, Agent, rows_of, serving, until, write_script
 
 from workbench.errors import CaptureError, DeadlineExceeded, WeightSyncError
-from workbench.serving.worker import PolicyServer, WorkerConfig
+from workbench.serving.settings import WorkerConfig
+from workbench.serving.worker import PolicyServer
 
 
 async def test_weight_update_waits_for_running_calls_and_holds_new_ones(

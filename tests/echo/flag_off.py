@@ -38,7 +38,8 @@ from workbench.finalizer.messages import FinalizationRequest  # noqa: E402
 from workbench.gateway.process import GatewayProcess  # noqa: E402
 from workbench.gateway.settings import CONTROL_TOKEN, WORKER_TOKEN  # noqa: E402
 from workbench.serving.sampling import SamplingPins  # noqa: E402
-from workbench.serving.worker import PolicyServer, WorkerConfig  # noqa: E402
+from workbench.serving.settings import WorkerConfig  # noqa: E402
+from workbench.serving.worker import PolicyServer  # noqa: E402
 
 N = 3
 

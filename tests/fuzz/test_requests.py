@@ -29,7 +29,8 @@ from workbench.finalizer.verify import LinearizedRow, verify_and_linearize
 from workbench.gateway.app import Gateway
 from workbench.gateway.settings import WORKER_TOKEN, GatewaySettings
 from workbench.ledger import assemble_receipt
-from workbench.serving.worker import PolicyServer, WorkerConfig
+from workbench.serving.settings import WorkerConfig
+from workbench.serving.worker import PolicyServer
 from workbench.wire import assistant_fingerprint
 
 SCRIPT = [

@@ -28,7 +28,8 @@ from workbench.gateway.app import Gateway
 from workbench.gateway.client import ControlClient
 from workbench.gateway.patience import patient
 from workbench.gateway.settings import WORKER_TOKEN, GatewaySettings
-from workbench.serving.worker import PolicyServer, WorkerConfig
+from workbench.serving.settings import WorkerConfig
+from workbench.serving.worker import PolicyServer
 
 CONTROL = "control-token-of-the-tests"
 WORKER = "worker-token-of-the-tests"

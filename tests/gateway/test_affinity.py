@@ -20,7 +20,8 @@ from workbench.capture.staging import MemorySink
 from workbench.gateway.client import ControlClient
 from workbench.gateway.settings import WORKER_TOKEN
 from workbench.gateway.upstream import Upstream
-from workbench.serving.worker import PolicyServer, WorkerConfig
+from workbench.serving.settings import WorkerConfig
+from workbench.serving.worker import PolicyServer
 
 ASK = [{"role": "user", "content": "say something"}]
 ROLLOUTS, TURNS = 24, 3

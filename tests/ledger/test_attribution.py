@@ -62,3 +62,26 @@ def test_what_the_witnesses_say(
 ) -> None:
     found = attribute_terminal(records, response, declared)
     assert (found.terminal, found.method, found.reason) == expected
+
+
+def test_witnesses_that_name_different_tokens_mask_the_rollout_and_are_both_kept(records: list[CallRecord]) -> None:
+    found = attribute_terminal(records, {"id": "resp-c0", "output": [model("C")]}, None)
+    assert (found.terminal, found.method) == (None, "")
+    assert found.reason == "witness_disagreement[response_id=c0;content=c2]"
+
+
+def test_the_same_words_sampled_twice_are_no_witness(tmp_path: Path) -> None:
+    """A first request that was tried again and got the same answer in other tokens: neither is taken for the other."""
+    store = LedgerStore(tmp_path)
+    tries = [commit(store, R, f"c{n}", [user("q")], [model("A")]) for n in range(2)]
+    found = attribute_terminal(tries, {"output": [model("A")]}, None)
+    assert (found.terminal, found.method, found.reason) == (None, "", "response_has_no_id,content_ambiguous")
+    found = attribute_terminal(tries, {"id": "resp-c1", "output": [model("A")]}, None)
+    assert (found.terminal, found.method, found.reason) == ("c1", "response_id", "content_ambiguous")
+
+
+def test_the_same_words_in_the_same_tokens_are_one_answer(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    tries = [commit(store, R, f"c{n}", [user("q")], [model("A")], sequence="one") for n in (1, 0)]
+    found = attribute_terminal(tries, {"output": [model("A")]}, None)
+    assert (found.terminal, found.method) == ("c0", "content")

@@ -23,8 +23,9 @@ from workbench.capture.staging import MemorySink
 from workbench.errors import WeightSyncError
 from workbench.serving.door import WORKER_TOKEN_ENV
 from workbench.serving.expert_weights import compare_experts_with_file
+from workbench.serving.settings import WorkerConfig
 from workbench.serving.vllm_runtime import take_routes
-from workbench.serving.worker import PolicyServer, WorkerConfig
+from workbench.serving.worker import PolicyServer
 from workbench.train.publish import names_in_file, publish
 from workbench.wire import decode_routes
 

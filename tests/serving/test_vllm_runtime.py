@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from workbench import models
+from workbench.serving.settings import WorkerConfig
 from workbench.serving.vllm_runtime import on_cpu, parse_serving_arguments
-from workbench.serving.worker import WorkerConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
 

@@ -15,7 +15,7 @@ from workbench.serving.sampling import SamplingPins
 
 
 def worker_config(recipe: Recipe, model_path: Path, number: int) -> dict[str, Any]:
-    """Settings of policy worker `number`, the fields of `serving.worker.WorkerConfig`."""
+    """Settings of policy worker `number`, the fields of `serving.settings.WorkerConfig`."""
     return {
         "host": "127.0.0.1" if recipe.ray.address == "local" else OF_ITS_NODE,
         "tensor_parallel": recipe.engine.tensor_parallel,

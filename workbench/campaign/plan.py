@@ -67,8 +67,8 @@ def _counted(placed: Sequence[Bundle]) -> Iterator[str]:
 
 def _processes(recipe: Recipe) -> Iterator[str]:
     from workbench.campaign.part_settings import worker_config
+    from workbench.serving.settings import WorkerConfig
     from workbench.serving.vllm_runtime import serving_arguments
-    from workbench.serving.worker import WorkerConfig
 
     gateway = recipe.gateway
     at = f"{gateway.host}, port {gateway.port or 'free'}"

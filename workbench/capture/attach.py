@@ -20,7 +20,7 @@ from workbench.serving.door import App
 from workbench.serving.gate import GenerationGate
 
 if TYPE_CHECKING:
-    from workbench.serving.worker import WorkerConfig
+    from workbench.serving.settings import WorkerConfig
 
 
 class Capture:

@@ -35,7 +35,8 @@ from workbench.gateway.sockets import listen
 from workbench.ledger import assemble_receipt
 from workbench.runs.vocabulary import load_vocabulary
 from workbench.runs.writer import RunWriter
-from workbench.serving.worker import PolicyServer, WorkerConfig
+from workbench.serving.settings import WorkerConfig
+from workbench.serving.worker import PolicyServer
 from workbench.wire import RolloutManifest, StagedCall
 
 TOKENIZER = Path(__file__).resolve().parent / "tokenizer"

@@ -22,7 +22,7 @@ import numpy as np
 from workbench.errors import CaptureError, SetupError
 
 if TYPE_CHECKING:
-    from workbench.serving.worker import WorkerConfig
+    from workbench.serving.settings import WorkerConfig
 
 ENGINE_SIDE = "workbench.serving.weights.EngineSide"
 

@@ -2,9 +2,7 @@
 
     rows (partition train) -> votes -> micro-batches -> clipped loss -> AdamW -> train/step-<n>.parquet -> clear
 
-Weights, gradients and optimiser state are float32. With `dtype: bfloat16` the forward and backward pass runs on a
-bfloat16 copy (on a CPU with AVX-512 BF16 about twice as fast), gradients are summed and applied in float32, so that
-updates smaller than a bfloat16 step are not lost.
+Weights, gradients and optimiser state are float32; with `dtype: bfloat16` the passes run on a copy (precision).
 With router replay the rows' experts are forced upon the model in both passes (replay).
 Invariants: a step trains exactly the rows asked for; rows are cleared only after the step's Parquet part is on disk;
 a batch of placeholders changes no weight. With one seed and thread count two runs are bit-identical; a mixture of
@@ -38,6 +36,7 @@ from workbench.train import checkpoint
 from workbench.train.agreement import check_alignment, row_errors
 from workbench.train.batch import MicroBatch, check_head, micro_batches, recomputed_layers, score, token_logprobs
 from workbench.train.loss import grpo_loss
+from workbench.train.precision import refresh, split
 from workbench.train.publish import names_in_file, publish
 from workbench.train.record import replay_metrics, step_metrics, train_part
 from workbench.train.replay import RouterReplay
@@ -91,23 +90,7 @@ class Trainer:
     def _hold(self) -> list[torch.Tensor]:
         """The float32 weights that are updated, in the order of the model's parameters."""
         torch.nn.Module.to(self.model, self.device)
-        return self._split_precision() if self.config.dtype == "bfloat16" else list(self.model.parameters())
-
-    def _split_precision(self) -> list[torch.Tensor]:
-        """Make the model a bfloat16 copy of the float32 weights returned; its gradients move to them as they appear."""
-        weights = [parameter.detach().clone() for parameter in self.model.parameters()]
-        for parameter, weight in zip(self.model.parameters(), weights, strict=True):
-            # Not the whole module: its buffers, such as the frequencies of positions, stay in float32 as the engine's.
-            parameter.data = parameter.data.to(torch.bfloat16)
-
-            def move(parameter: torch.Tensor, weight: torch.Tensor = weight) -> None:
-                gradient = parameter.grad
-                if gradient is not None:
-                    weight.grad = gradient.float() if weight.grad is None else weight.grad.add_(gradient)
-                    parameter.grad = None
-
-            parameter.register_post_accumulate_grad_hook(move)
-        return weights
+        return split(self.model) if self.config.dtype == "bfloat16" else list(self.model.parameters())
 
     def ready(self) -> dict[str, Any]:
         """What was loaded; returns once the model is in memory."""
@@ -314,10 +297,8 @@ class Trainer:
         return norm
 
     def _refresh(self) -> None:
-        """Bring the bfloat16 copy that the passes run on up to date with the float32 weights."""
         if self.config.dtype == "bfloat16":
-            with torch.no_grad():
-                torch._foreach_copy_(list[torch.Tensor](self.model.parameters()), list(self._weights))
+            refresh(self.model, self._weights)
 
     def publish(self, version: int) -> str:
         """Write `weights/v<version>` below the run directory for the engine; the last two stay. Returns the folder."""
