@@ -191,3 +191,17 @@ def first_fault(error: Any) -> str:
     place = ".".join(map(str, fault["loc"]))
     wrong = str(fault["ctx"]["error"]) if fault["type"] == "value_error" else fault["msg"]
     return f"{place}: {wrong}" if place else wrong
+
+
+def first_cause(group: BaseExceptionGroup) -> BaseException:
+    """The deliberate error inside an exception group, or the first leaf: one failure is reported, not a tree."""
+    leaves: list[BaseException] = []
+    stack: list[BaseException] = [group]
+    while stack:
+        error = stack.pop()
+        if isinstance(error, BaseExceptionGroup):
+            stack.extend(reversed(error.exceptions))
+        else:
+            leaves.append(error)
+    deliberate = [error for error in leaves if isinstance(error, WorkbenchError)]
+    return (deliberate or leaves)[0]

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from workbench.campaign import machine
+from workbench.campaign import doctor, machine
 from workbench.campaign.cli import main
 from workbench.campaign.doctor import browser, logical_cpus, model, port, temporary_directory, torch_companions
 from workbench.config import load_recipe
@@ -194,6 +194,9 @@ def test_what_only_tests_need_is_no_reason_to_refuse(monkeypatch):
     monkeypatch.setenv("WORKBENCH_CHROMIUM", "/nowhere")
     lacking = browser()
     assert not lacking.good and lacking.optional and "apt-get install chromium" in lacking.cure
+    monkeypatch.setattr(doctor, "IMPORT_TIMEOUT_S", 0.001)
+    late = browser()
+    assert not late.good and late.optional and "no answer within" in late.found
 
 
 def test_a_missing_compiler_or_header_names_the_debian_package(monkeypatch):

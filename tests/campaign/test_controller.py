@@ -10,7 +10,7 @@ import pytest
 from workbench.campaign.controller import Campaign
 from workbench.campaign.watch import Watch
 from workbench.config import load_recipe
-from workbench.errors import ComponentDied
+from workbench.errors import ComponentDied, first_cause
 
 
 class _Failing(Campaign):
@@ -47,3 +47,12 @@ async def test_a_failing_pump_is_one_error_that_a_notebook_can_show():
     while error is not None:
         assert not isinstance(error, BaseExceptionGroup)
         error = error.__context__
+
+
+def test_of_several_failures_the_deliberate_one_is_reported_however_deep_it_lies():
+    """A connection that broke because the gateway died is not what the reader has to know."""
+    died = ComponentDied("the gateway is gone")
+    group = BaseExceptionGroup("", [OSError("broken"), BaseExceptionGroup("", [asyncio.CancelledError(), died])])
+    assert first_cause(group) is died
+    first = OSError("broken")
+    assert first_cause(BaseExceptionGroup("", [BaseExceptionGroup("", [first]), ValueError("later")])) is first

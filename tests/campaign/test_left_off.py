@@ -132,7 +132,10 @@ def swap_groups(run, step, group_id):
         (lambda run: (run / "train/step-4.parquet").unlink(), "steps.jsonl has step 4, but train/step-4.parquet is"),
         (lambda run: (run / "rows/g00001.parquet").unlink(), "groups.jsonl has group g00001, but not all of its parts"),
         (lambda run: swap_groups(run, 3, "g00000"), "group g00000 was trained on twice, in steps 1 and 3"),
-        (lambda run: (run / "train/step-4.parquet").rename(run / "train/step-5.parquet"), "holds rows of steps [4]"),
+        (
+            lambda run: (run / "train/step-4.parquet").rename(run / "train/step-5.parquet"),
+            "step-5.parquet holds rows of",
+        ),
         (lambda run: (run / "train/step-1.parquet").write_bytes(b"PAR1"), "step-1.parquet is not a readable part"),
         (lambda run: (run / "events.jsonl").write_bytes(b"{\n{}\n"), "events.jsonl, line 1 is not JSON"),
     ],

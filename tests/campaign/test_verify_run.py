@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import orjson
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from stored_run import make_run, rewrite_json_line
@@ -120,6 +121,28 @@ def test_a_part_whose_columns_are_of_another_type_is_named_and_no_exception(run_
     pq.write_table(table.set_column(index, "rollout_id", table["rollout_id"].cast("binary")), path)
     (difference,) = verify_run(run_dir).differences
     assert difference.file == "train/step-1.parquet" and "not a readable part" in difference.what
+
+
+@pytest.mark.parametrize(
+    ("part", "column", "value"),
+    [
+        *(("calls", column, value) for column in ("snapshot", "extras") for value in ("{no json", "[1]")),
+        ("calls", "snapshot", '{"unheard_of": 1}'),
+        ("calls", "staging", "unheard_of"),
+        *(("rows", column, "{no json") for column in ("route_plan", "reward_components")),
+        *(("rows", column, "{no json") for column in ("weight_version_spans", "link_spans")),
+        ("rows", "route_plan", '{"dims": 1}'),
+    ],
+)
+def test_a_cell_that_cannot_be_read_is_named_and_no_exception(run_dir, part, column, value):
+    # As somebody would write it who changes a part on purpose: every checksum of the file is right.
+    path = run_dir / part / "g00000.parquet"
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    rows[0][column] = value
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
+    report = verify_run(run_dir)
+    assert f"{part}/g00000.parquet" in {difference.file for difference in report.differences}, str(report)
 
 
 def test_one_changed_token_of_a_side_branch_is_found(run_dir):

@@ -11,7 +11,8 @@ import pytest
 from chains import Chain
 from test_group import BOS, chain, outcome, staged_of
 
-from workbench.errors import FinalizerError, RunStoreError
+from workbench.errors import FinalizerError, RunStoreError, SetupError
+from workbench.finalizer.bos import bos_of
 from workbench.finalizer.group import assemble
 from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome
 from workbench.finalizer.parts import write_group
@@ -137,3 +138,29 @@ async def test_rows_come_back_as_they_were_published_with_how_their_calls_were_s
     for published, again in zip(assembly.rows, stored.rows, strict=True):
         for name, values in pack_row(published).items():
             assert pack_row(again)[name].tobytes() == values.tobytes(), (published.rollout_id, name)
+
+
+@pytest.mark.parametrize("plan", ["{no json", "[]", '{"dims": 1}', '{"dims": [0, 1, "int8"], "spans": []}'])
+async def test_a_group_with_a_damaged_route_plan_is_not_read_back_and_says_what_to_do(tmp_path, plan):
+    grown = chain(0)
+    _, rows = await write(tmp_path, [outcome(0, grown)], [grown])
+    rows.with_columns(route_plan=pl.lit(plan)).write_parquet(tmp_path / "rows" / "g0.parquet")
+    with pytest.raises(RunStoreError, match=r"g0 .* cannot be read back: .* Next: workbench verify"):
+        read_group(tmp_path, "g0")
+
+
+def test_a_placeholders_bos_is_the_models_own_wherever_it_is_named(tmp_path):
+    """Generation settings name the end of sequence alone; the model's own BOS stands in config.json."""
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
+    (tmp_path / "config.json").write_text('{"bos_token_id": 1, "eos_token_id": 2}')
+    assert bos_of(tmp_path) == 1
+    (tmp_path / "config.json").write_text('{"bos_token_id": null, "pad_token_id": 0}')
+    assert bos_of(tmp_path) == 2
+    (tmp_path / "generation_config.json").unlink()
+    assert bos_of(tmp_path) == 0
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SetupError, match="names no BOS, EOS or padding token"):
+        bos_of(tmp_path)
+    (tmp_path / "config.json").write_text("{torn")
+    with pytest.raises(SetupError, match=r"config\.json is not JSON.* Next:"):
+        bos_of(tmp_path)

@@ -97,7 +97,7 @@ def line_of(row: dict[str, Any], facts: dict[str, Any]) -> str:
 
 
 def _why(row: dict[str, Any]) -> list[str]:
-    said = [str(row[name]) for name in ("detail",) if row.get(name)]
+    said = [str(row["detail"])] if row.get("detail") else []
     if row.get("near_call_id"):
         place = f", item {row['near_item']}" if row.get("near_item") is not None else ""
         said.append(f"nearest call {row['near_call_id'][:12]}{place}")

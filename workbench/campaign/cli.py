@@ -94,7 +94,7 @@ def main() -> None:
 @click.option("--dry-run", is_flag=True, help="Print places, processes, paths and commands, and start nothing.")
 def run(recipe: str, overrides: tuple[str, ...], run_name: str | None, dry_run: bool) -> None:
     """Run a campaign; leaves notebook and records in reports/RUN/."""
-    from workbench.campaign.doctor import before_a_run
+    from workbench.campaign.doctor import refuse_unable
 
     checked = checked_recipe(recipe, overrides)
     if dry_run:
@@ -102,9 +102,7 @@ def run(recipe: str, overrides: tuple[str, ...], run_name: str | None, dry_run: 
 
         click.echo(plan(checked, recipe, overrides, run_name))
         return
-    for finding in before_a_run(checked):
-        if not finding.good:
-            raise SetupError(f"{finding.what}: {finding.found}; {finding.cure}")
+    refuse_unable(checked)
     from workbench.campaign import runner
 
     sys.exit(runner.run_recipe(recipe, overrides, run_name))
@@ -116,13 +114,11 @@ def run(recipe: str, overrides: tuple[str, ...], run_name: str | None, dry_run: 
 @click.option("--run", "run_name", help="Name of the run's directory; default: serve- and the recipe's name, numbered.")
 def serve_recipe(recipe: str, overrides: tuple[str, ...], run_name: str | None) -> None:
     """Serve the policy to an agent of your own, captured."""
-    from workbench.campaign.doctor import before_a_run
+    from workbench.campaign.doctor import refuse_unable
     from workbench.campaign.runner import new_run_dir
 
     checked = checked_recipe(recipe, overrides)
-    for finding in before_a_run(checked, training=False):
-        if not finding.good:
-            raise SetupError(f"{finding.what}: {finding.found}; {finding.cure}")
+    refuse_unable(checked, training=False)
     name = f"serve-{checked.name}" if run_name is None else run_name
     run_dir = new_run_dir(checked.reports.dir, name, named=run_name is not None)
     from workbench.campaign.serve import serve
@@ -160,13 +156,11 @@ def resume(run_dir: Path, overrides: tuple[str, ...]) -> None:
 
     KEY=VALUE may change how far it goes (train.steps), deadlines, and what the machine offers.
     """
-    from workbench.campaign.doctor import before_a_run
+    from workbench.campaign.doctor import refuse_unable
     from workbench.campaign.resume import resumable
 
     recipe = resumable(run_dir, overrides)
-    for finding in before_a_run(recipe):
-        if not finding.good:
-            raise SetupError(f"{finding.what}: {finding.found}; {finding.cure}")
+    refuse_unable(recipe)
     from workbench.campaign import runner
 
     sys.exit(runner.resume_run(recipe, run_dir))
@@ -181,14 +175,12 @@ def sweep(recipe: str, overrides: tuple[str, ...]) -> None:
     Runs go one after the other; a failed one does not stop the next. Leaves them and one index notebook over all in
     reports/NAME-sweep-N/. Exit 0 when every run is done.
     """
-    from workbench.campaign.doctor import before_a_run
+    from workbench.campaign.doctor import refuse_unable
     from workbench.campaign.sweep import plan_sweep, run_sweep
 
     planned, recipes = plan_sweep(recipe, overrides, checked_recipe)
     for each in recipes:
-        for finding in before_a_run(each):
-            if not finding.good:
-                raise SetupError(f"{finding.what}: {finding.found}; {finding.cure}")
+        refuse_unable(each)
     sys.exit(run_sweep(planned, recipes))
 
 
@@ -336,7 +328,7 @@ def models() -> None:
 @models.command("build")
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 def models_build(names: tuple[str, ...]) -> None:
-    """Build models that are missing (smollm2-135m, tiny) and print where they are."""
+    """Build models that are missing (smollm2-135m, tiny, tiny-moe) and print where they are."""
     from workbench import models as shelf
 
     for name in names:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from workbench.campaign.state import CampaignState
 from workbench.campaign.training import TrainPump
 from workbench.config import Recipe
 from workbench.echo.finalizer import EchoFinalizer
-from workbench.errors import SetupError, WorkbenchError
+from workbench.errors import SetupError, WorkbenchError, first_cause
 from workbench.runs.writer import RunWriter, store_recipe
 from workbench.serving.sampling import SamplingPins
 from workbench.wire import check_rollout_id
@@ -45,7 +45,6 @@ class CampaignResult:
     steps: int
     weight_version: int
     groups_replaced: int
-    summary: dict[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"Campaign {self.run_dir.name} · {self.steps} steps · weight version {self.weight_version}"
@@ -112,7 +111,7 @@ class Campaign:
             await self._run_pumps(RolloutPump(state, player, self.environment, left), training)
             await self._sweep_up()
         except BaseExceptionGroup as group:
-            failure = _first_cause(group)
+            failure = first_cause(group)
         except WorkbenchError as error:
             failure = error
         finally:
@@ -195,17 +194,3 @@ def _take_over(run_dir: Path, writer: RunWriter) -> LeftOff:
 
 def _say_phase(writer: RunWriter, phase: str) -> None:
     writer.status_soon(phase=phase)
-
-
-def _first_cause(group: BaseExceptionGroup) -> BaseException:
-    """The deliberate error inside an exception group, or the first leaf: one failure is reported, not a tree."""
-    leaves: list[BaseException] = []
-    stack: list[BaseException] = [group]
-    while stack:
-        error = stack.pop()
-        if isinstance(error, BaseExceptionGroup):
-            stack.extend(reversed(error.exceptions))
-        else:
-            leaves.append(error)
-    deliberate = [error for error in leaves if isinstance(error, WorkbenchError)]
-    return (deliberate or leaves)[0]

@@ -97,11 +97,9 @@ class ReceiptDesk:
                 await self._check_open(rollout_id, asked.terminals[index] if asked.terminals else None)
             if group_id in self.finalised.values():
                 raise RunStoreError(f"Group {group_id} is stored already. Next: choose another --group.")
-            outcomes, receipts = [], []
+            outcomes = []
             for index, rollout_id in enumerate(asked.rollouts):
-                outcome = await self._close(index, rollout_id, asked)
-                outcomes.append(outcome)
-                receipts.append(outcome.receipt)
+                outcomes.append(await self._close(index, rollout_id, asked))
             asking = FinalizationRequest(
                 group_id=group_id, weight_version=_dispatch_version(outcomes), rollouts=outcomes
             )

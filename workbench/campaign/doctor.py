@@ -24,7 +24,7 @@ from workbench.campaign import derived, machine, ray_cluster
 from workbench.campaign.environment_record import gpus
 from workbench.campaign.machine import Finding
 from workbench.campaign.placement import bundles
-from workbench.errors import ModelMissing
+from workbench.errors import ModelMissing, SetupError
 from workbench.recipe_schema import Recipe
 
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
@@ -69,6 +69,13 @@ def before_a_run(recipe: Recipe, *, training: bool = True) -> Iterator[Finding]:
     yield model(recipe)
     if recipe.engine.tensor_parallel > 1:
         yield heads(recipe)
+
+
+def refuse_unable(recipe: Recipe, *, training: bool = True) -> None:
+    """Raise SetupError with the first thing that would end this recipe, and its cure."""
+    for finding in before_a_run(recipe, training=training):
+        if not finding.good:
+            raise SetupError(f"{finding.what}: {finding.found}; {finding.cure}")
 
 
 def capture(recipe: Recipe, *, training: bool = True) -> Finding:
@@ -276,9 +283,13 @@ def browser() -> Finding:
     tool = Path(__file__).resolve().parents[2] / "tools" / "chromium.py"
     if not tool.is_file():
         return Finding("browser", "for the tests of a checkout, and this is none", optional=True)
-    done = subprocess.run(
-        [sys.executable, str(tool), "--find"], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
-    )
+    try:
+        done = subprocess.run(
+            [sys.executable, str(tool), "--find"], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        late = f"not looked for: no answer within {IMPORT_TIMEOUT_S:.0f} s"
+        return Finding("browser", late, "try when the machine is less busy", optional=True)
     if done.returncode == 0:
         return Finding("browser", done.stdout.strip(), optional=True)
     cure = "make test gets one; on Debian: apt-get install chromium; or WORKBENCH_CHROMIUM=/path/to/chromium"

@@ -24,7 +24,7 @@ from typing import Any
 from workbench import dataplane
 from workbench.actors import as_coroutine, within
 from workbench.campaign import derived, ray_cluster
-from workbench.campaign.doctor import before_a_run
+from workbench.campaign.doctor import refuse_unable
 from workbench.campaign.node_check import LOOK_WITHIN_S, check_nodes
 from workbench.campaign.part_settings import trainer_config, worker_config
 from workbench.campaign.placement import FINALIZER, RANK, WORKER, Placement
@@ -45,6 +45,8 @@ from workbench.models import resolve as resolve_model
 
 WORKER_CONCURRENCY = 64
 HURRIED_S = 2.0
+# Questions that Ray answers at once from what it knows.
+_ASKED_WITHIN_S = 60.0
 # Its processes start one after the other and import torch first: 15 s alone, and two minutes on a busy machine.
 _DATA_PLANE_STARTS_WITHIN_S = 180.0
 # Fetch, publish, clear: together they end before the controller stops waiting, so that the one at fault is named.
@@ -105,7 +107,7 @@ class Fleet:
 
     async def _start(self) -> None:
         recipe = self.recipe
-        self._check_machine()
+        refuse_unable(self.recipe, training=self._training)
         self.model_path = model_path = resolve_model(recipe.model.path)
         if recipe.token_capture.routes and not experts_of(model_path):
             raise SetupError(
@@ -133,11 +135,6 @@ class Fleet:
         began = time.monotonic()
         await start
         self.timings_s[name] = round(time.monotonic() - began, 3)
-
-    def _check_machine(self) -> None:
-        for finding in before_a_run(self.recipe, training=self._training):
-            if not finding.good:
-                raise SetupError(f"{finding.what}: {finding.found}; {finding.cure}")
 
     async def _start_ray(self) -> None:
         import ray
@@ -167,13 +164,17 @@ class Fleet:
         deadline_s = recipe.ray.placement_timeout_s + 30.0
         await within(asyncio.to_thread(placement.reserve), deadline_s, "the Ray cluster", "making room")
         if recipe.ray.address != "local":
-            self._report("placed", nodes=await asyncio.to_thread(placement.described))
-            looking = asyncio.to_thread(check_nodes, placement.nodes(), self.run_dir, self.model_path)
+            describing = asyncio.to_thread(placement.described)
+            nodes = await within(describing, _ASKED_WITHIN_S, "the Ray cluster", "naming its nodes")
+            self._report("placed", nodes=nodes)
+            looking = asyncio.to_thread(lambda: check_nodes(placement.nodes(), self.run_dir, self.model_path))
             await within(looking, LOOK_WITHIN_S + 30.0, "the Ray cluster", "being looked at")
 
     async def _start_data_plane(self) -> None:
         plane = self.recipe.data_plane
-        units = derived.storage_units(self.recipe, len(ray_cluster.alive_nodes()))
+        nodes = asyncio.to_thread(ray_cluster.alive_nodes)
+        alive = await within(nodes, _ASKED_WITHIN_S, "the Ray cluster", "naming its nodes")
+        units = derived.storage_units(self.recipe, len(alive))
 
         async def stop() -> None:
             await dataplane.drain_clears(self._patience_s)
@@ -192,7 +193,8 @@ class Fleet:
             "TransferQueue",
             "starting",
         )
-        self._data_plane_actors = await asyncio.to_thread(dataplane.actors, units)
+        named = asyncio.to_thread(dataplane.actors, units)
+        self._data_plane_actors = await within(named, _ASKED_WITHIN_S, "TransferQueue", "naming its actors")
 
     async def _start_actors(self, model_path: Path) -> None:
         recipe = self.recipe
@@ -344,6 +346,8 @@ class Fleet:
             name, stop = self._stops.pop()
             try:
                 await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(stop())), self.recipe.deadlines.stop_s)
+            except TimeoutError:
+                self._on_phase(f"{name} did not stop within deadlines.stop_s={self.recipe.deadlines.stop_s:g}")
             except Exception as error:
                 self._on_phase(f"stopping {name} failed: {type(error).__name__}: {error}")
 

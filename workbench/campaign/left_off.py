@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import RunStoreError
+from workbench.finalizer.parts import PARTS, is_whole
 from workbench.runs.custody import ledger_files, rollout_of
 from workbench.runs.frames import read_lines, read_parts
 
 # The end of a rollout id: <run>.<group>.<index>.<attempt>.
 _PLACE = re.compile(r"\.(?P<group>\d+)\.\d+\.(?P<attempt>\d+)$")
-_PARTS = {"calls": "parquet", "rows": "parquet", "receipts": "jsonl"}
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ def read_left_off(run_dir: Path) -> LeftOff:
     step_lines = [row["step"] for row in read_lines(run_dir / "steps.jsonl")]
     for step in step_lines:
         if step not in trained:
-            raise RunStoreError(f"{run_dir}: steps.jsonl has step {step}, but train/step-{step}.parquet is missing")
+            raise _damaged(run_dir, f"steps.jsonl has step {step}, but train/step-{step}.parquet is missing")
     for group_id in group_lines:
-        if not _is_finished(run_dir, group_id):
-            raise RunStoreError(f"{run_dir}: groups.jsonl has group {group_id}, but not all of its parts are there")
+        if not is_whole(run_dir, group_id):
+            raise _damaged(run_dir, f"groups.jsonl has group {group_id}, but not all of its parts are there")
 
     closed = {group_id for groups in trained.values() for group_id in groups}
     closed |= {e["group_id"] for e in events if e.get("kind") in ("group_replaced", "group_evicted")}
@@ -130,26 +130,29 @@ def _steps_taken(run_dir: Path) -> dict[int, list[str]]:
         groups = list(dict.fromkeys(part["group_id"].to_list()))
         steps = part["step"].unique().to_list()
         if len(steps) != 1 or path.name != f"step-{steps[0]}.parquet":
-            raise RunStoreError(f"{path} holds rows of steps {steps}")
+            raise _damaged(run_dir, f"train/{path.name} holds rows of steps {steps}")
         for group_id in groups:
             if group_id in step_of:
                 both = f"{step_of[group_id]} and {steps[0]}"
-                raise RunStoreError(f"{run_dir}: group {group_id} was trained on twice, in steps {both}")
+                raise _damaged(run_dir, f"group {group_id} was trained on twice, in steps {both}")
             step_of[group_id] = steps[0]
         taken[steps[0]] = groups
     missing = sorted(set(range(1, max(taken, default=0) + 1)) - set(taken))
     if missing:
-        raise RunStoreError(f"{run_dir}: train/step-{missing[0]}.parquet is missing, a later step is there")
+        raise _damaged(run_dir, f"train/step-{missing[0]}.parquet is missing, a later step is there")
     return taken
 
 
-def _is_finished(run_dir: Path, group_id: str) -> bool:
-    return all((run_dir / kind / f"{group_id}.{suffix}").exists() for kind, suffix in _PARTS.items())
+def _damaged(run_dir: Path, what: str) -> RunStoreError:
+    return RunStoreError(
+        f"{run_dir}: {what}; nobody can say where this run stood. Next: workbench verify {run_dir} names all that does "
+        "not fit; put back what is missing, or begin another run."
+    )
 
 
 def _half_groups(run_dir: Path) -> list[Path]:
-    parts = [path for kind, suffix in _PARTS.items() for path in sorted((run_dir / kind).glob(f"*.{suffix}"))]
-    return [path for path in parts if not _is_finished(run_dir, path.stem)]
+    parts = [path for kind, ending in PARTS.items() for path in sorted((run_dir / kind).glob(f"*.{ending}"))]
+    return [path for path in parts if not is_whole(run_dir, path.stem)]
 
 
 def _drafts(run_dir: Path) -> list[Path]:
@@ -176,7 +179,7 @@ def _open_group(
     group_id = event["group_id"]
     place = _PLACE.search(event["rollout_ids"][0])
     if place is None:
-        raise RunStoreError(f"{run_dir}: group {group_id} was started with the rollout id {event['rollout_ids'][0]!r}")
+        raise _damaged(run_dir, f"group {group_id} was started with the rollout id {event['rollout_ids'][0]!r}")
     number = int(place["group"])
     version = (line or event).get("weight_version")
     return OpenGroup(
@@ -184,7 +187,7 @@ def _open_group(
         rollout_ids=event["rollout_ids"],
         number=number,
         attempt=attempts[number] + 1,
-        finished=_is_finished(run_dir, group_id),
+        finished=is_whole(run_dir, group_id),
         recorded=line is not None,
         weight_version=version if isinstance(version, int) else 0,
     )

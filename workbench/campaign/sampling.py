@@ -21,7 +21,7 @@ from workbench.campaign.environments import Environment
 from workbench.campaign.left_off import NOTHING_YET, LeftOff, OpenGroup
 from workbench.campaign.rollouts import AgentRunner, RolloutPlan
 from workbench.campaign.state import CampaignState
-from workbench.errors import GroupsDropped, ReplayBufferError, RunStoreError, WorkbenchError
+from workbench.errors import GroupsDropped, ReplayBufferError, RunStoreError, WorkbenchError, first_cause
 from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome
 from workbench.finalizer.rows import clear_rows
 from workbench.finalizer.stored import read_group
@@ -199,7 +199,7 @@ class RolloutPump:
             async with asyncio.TaskGroup() as siblings:
                 tasks = [siblings.create_task(self._play(plan)) for plan in plans]
         except BaseExceptionGroup as group:
-            failure = group.exceptions[0]
+            failure = first_cause(group)
         if failure is not None:
             raise failure
         return [task.result() for task in tasks]

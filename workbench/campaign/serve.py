@@ -28,7 +28,7 @@ from workbench.campaign.desk import ReceiptDesk
 from workbench.campaign.fleet import Fleet
 from workbench.campaign.processes import end_marked
 from workbench.config import Recipe
-from workbench.errors import RunStoreError, WorkbenchError
+from workbench.errors import RunStoreError, WorkbenchError, first_cause
 from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup
 from workbench.places import MARK
 from workbench.runs.vocabulary import load_vocabulary
@@ -168,7 +168,7 @@ class _Session:
                         tasks.create_task(lines.follow())
                         tasks.create_task(self._watch(fleet))
                 except BaseExceptionGroup as group:
-                    raise group.exceptions[0] from None
+                    raise first_cause(group) from None
                 finally:
                     with contextlib.suppress(Exception):
                         await lines.look()

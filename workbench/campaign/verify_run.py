@@ -128,10 +128,26 @@ class _Group:
             if key is None:
                 continue
             if row["staging"] == "fetched":
-                staged[key] = staged_call(row)
+                staged[key] = self._staged_call(row)
             else:
-                staged[key] = StagingError(row["detail"] or "", cause=row["staging"] or "missing_staging_row", key=key)
+                staged[key] = self._not_fetched(row)
         return staged
+
+    def _staged_call(self, row: dict[str, Any]) -> StagedCall | StagingError:
+        try:
+            return staged_call(row)
+        except (WireError, ValueError, KeyError, TypeError) as error:
+            what = f"is no staged call: {error}"
+            self._differs(f"calls/{self.name}.parquet", row["rollout_id"], row["model_call_id"], what)
+            return StagingError(what, cause=Cause.INVALID_STAGING_ROW, key=row["staging_key"])
+
+    def _not_fetched(self, row: dict[str, Any]) -> StagingError:
+        cause = row["staging"] or Cause.MISSING_STAGING_ROW
+        if cause not in set(Cause):
+            what = f"staging is {cause!r}, expected fetched or a cause"
+            self._differs(f"calls/{self.name}.parquet", row["rollout_id"], row["model_call_id"], what)
+            cause = Cause.INVALID_STAGING_ROW
+        return StagingError(row["detail"] or "", cause=cause, key=row["staging_key"])
 
     def _verify_calls(self, rows: list[dict[str, Any]], staged: Staged, rejected: set[str]) -> None:
         file = f"calls/{self.name}.parquet"
@@ -233,9 +249,16 @@ def _changed_columns(
         if name in left_out or name in _TOKENS:
             continue
         if column.dtype == "json":
-            was, found = (orjson.loads(text or "null") for text in (was, found))
+            was, found = _parsed(was), _parsed(found)
         if was != found:
             yield f"{name} is {was!r}, recomputed {found!r}"
+
+
+def _parsed(text: str | None) -> Any:
+    try:
+        return orjson.loads(text or "null")
+    except orjson.JSONDecodeError:
+        return f"no JSON: {text}"
 
 
 def _routes_of(rows: list[dict[str, Any]]) -> tuple[RouteSettings | None, RouteDims | None]:

@@ -4,8 +4,9 @@
     rows/<group>.parquet      the N rows as they were published
     receipts/<group>.jsonl    the N outcomes: receipt, failures, reward
 
-Invariants: each file is whole and fsynced or not there; the calls part lets every digest be recomputed without any
-other file (where a staged call differs from the manifest's record, `snapshot` holds the staged fields).
+Invariants: each file is whole and fsynced or not there; receipts come last; the calls part lets every digest be
+recomputed without any other file (where a staged call differs from the manifest's record, `snapshot` holds the staged
+fields).
 Not here: which columns there are (`workbench.runs.schema`), reading them back (`workbench.runs`).
 """
 
@@ -27,9 +28,21 @@ from workbench.runs.writer import dumps, write_lines, write_part
 from workbench.wire import CallRecord, Cause, RolloutReceipt, StagedCall
 from workbench.wire.extras import FINISH_REASON
 
+PARTS = {"calls": "parquet", "rows": "parquet", "receipts": "jsonl"}
+"""Kind and ending of a group's files, in the order in which they are written."""
 _GROUP_ID = re.compile(r"(?!\.+\Z)[A-Za-z0-9._-]{1,200}")
 _RECORDED = [c.name for c in columns("calls") if c.name in CallRecord.model_fields]
 _COMPARED = [name for name in _RECORDED if name in StagedCall.model_fields]
+
+
+def part_paths(run_dir: Path, group_id: str) -> list[Path]:
+    """Where the parts of a group lie, or would: calls, rows, receipts."""
+    return [run_dir / kind / f"{group_id}.{ending}" for kind, ending in PARTS.items()]
+
+
+def is_whole(run_dir: Path, group_id: str) -> bool:
+    """Whether a group was stored to the end."""
+    return all(path.exists() for path in part_paths(run_dir, group_id))
 
 
 def write_group(run_dir: Path, request: FinalizationRequest, staged: Staged, assembly: Assembly) -> None:
@@ -46,9 +59,10 @@ def write_parts(run_dir: Path, request: FinalizationRequest, calls: list[dict[st
     name = request.group_id
     if _GROUP_ID.fullmatch(name) is None:
         raise FinalizerError(f"group id {name!r} must be 1-200 characters of A-Z a-z 0-9 . _ - and not only dots")
-    write_part(run_dir / "calls" / f"{name}.parquet", "calls", _by_column("calls", calls))
-    write_part(run_dir / "rows" / f"{name}.parquet", "rows", _by_column("rows", row_records(request, assembly)))
-    write_lines(run_dir / "receipts" / f"{name}.jsonl", [o.model_dump(mode="json") for o in request.rollouts])
+    calls_part, rows_part, receipts_part = part_paths(run_dir, name)
+    write_part(calls_part, "calls", _by_column("calls", calls))
+    write_part(rows_part, "rows", _by_column("rows", row_records(request, assembly)))
+    write_lines(receipts_part, [o.model_dump(mode="json") for o in request.rollouts])
 
 
 def _by_column(table: str, rows: list[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -5,7 +5,7 @@
 
 In: a verified row and its staged calls. Invariant: the spans of a row tile it, root first; a call without
 `weight_spans` has one, with the version at its admission. Carried tokens count to the call's first span.
-Not here: whether the extras are the ones that were committed (group).
+Not here: whether the extras are the ones that were committed (verdicts).
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import orjson
 from workbench.errors import RunStoreError
 from workbench.finalizer.messages import FinalizedGroup, RolloutOutcome, RowSummary
 from workbench.finalizer.metrics import group_metrics
+from workbench.finalizer.parts import is_whole, part_paths
 from workbench.finalizer.routes import RoutePlan, fill_routes, fragment_of
 from workbench.finalizer.rows import GroupRow
 from workbench.finalizer.spans import settings_of
@@ -64,10 +65,9 @@ def read_group(run_dir: Path, group_id: str) -> StoredGroup | None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    parts = [run_dir / kind / f"{group_id}.{suffix}" for kind, suffix in _PARTS.items()]
-    if not all(path.exists() for path in parts):
+    if not is_whole(run_dir, group_id):
         return None
-    calls_part, rows_part, receipts_part = parts
+    calls_part, rows_part, receipts_part = part_paths(run_dir, group_id)
     try:
         table = pq.read_table(rows_part)
         lines = receipts_part.read_bytes().splitlines()
@@ -75,9 +75,12 @@ def read_group(run_dir: Path, group_id: str) -> StoredGroup | None:
         columns = {name: _column(table, name) for name in table.column_names}
         extras = _extras(pq.read_table(calls_part, columns=["model_call_id", "extras"]))
         rows = [_row({name: values[i] for name, values in columns.items()}, extras) for i in range(table.num_rows)]
+        plans = {row.rollout_id: RoutePlan.of(row.route_plan) for row, _ in rows if row.route_plan is not None}
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
-        raise RunStoreError(f"group {group_id} in {run_dir} cannot be read back: {error}") from error
-    if plans := {row.rollout_id: RoutePlan.of(row.route_plan) for row, _ in rows if row.route_plan is not None}:
+        raise RunStoreError(
+            f"group {group_id} in {run_dir} cannot be read back: {error}. Next: workbench verify {run_dir}"
+        ) from error
+    if plans:
         fragments = stored_fragments(run_dir, group_id, plans)
         rows = [(_with_routes(row, plans, fragments), summary) for row, summary in rows]
     if [row.rollout_id for row, _ in rows] != [outcome.rollout_id for outcome in outcomes]:
@@ -126,9 +129,6 @@ def _with_routes(row: GroupRow, plans: Mapping[str, RoutePlan], fragments: Fragm
     return (
         row if plan is None else replace(row, routes=fill_routes(plan, row.token_ids.size, fragments[row.rollout_id]))
     )
-
-
-_PARTS = {"calls": "parquet", "rows": "parquet", "receipts": "jsonl"}
 
 
 def _column(table: Any, name: str) -> list[Any]:

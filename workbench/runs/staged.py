@@ -28,12 +28,18 @@ _CALL_FIELDS = tuple(
 
 
 def staged_call(row: dict[str, Any]) -> StagedCall:
-    """The staged call as it was fetched; `row` is one of table `calls` whose `staging` is `fetched`."""
+    """The staged call as it was fetched; `row` is one of table `calls` whose `staging` is `fetched`.
+
+    Raises WireError, ValueError or TypeError for what no staged call was stored as.
+    """
     fields = {name: row[name] for name in _CALL_FIELDS}
     fields |= orjson.loads(row["snapshot"] or "{}")
+    extras = None if row["extras"] is None else orjson.loads(row["extras"])
+    if not isinstance(extras, dict | None):
+        raise WireError(f"the extras of a call are null or an object, got {type(extras).__name__}")
     return StagedCall.unverified(
         **fields,
-        extras=together(None if row["extras"] is None else orjson.loads(row["extras"]), row["routes"]),
+        extras=together(extras, row["routes"]),
         token_ids_delta=np.asarray(row["token_ids"], dtype=np.uint64),
         token_mask_delta=np.asarray(row["token_mask"], dtype=np.float32),
         generation_log_probs_delta=np.asarray(row["logprobs"], dtype=np.float32),
