@@ -62,7 +62,7 @@ def hash_token_ids(token_ids: TokenIds) -> str:
 def hash_encoded_ids(ids_be_T: np.ndarray) -> str:
     """`hash_token_ids` of a column that is `>u8` already."""
     digest = hashlib.sha256(_PREFIX_DOMAIN + _COUNT.pack(ids_be_T.size))
-    digest.update(ids_be_T)
+    digest.update(ids_be_T.data)
     return digest.hexdigest()
 
 
@@ -78,7 +78,7 @@ def chain_encoded_ids(parent_chain_hash: str | None, ids_be_T: np.ndarray) -> st
     else:
         head = b"\x01" + digest_bytes(parent_chain_hash, "parent_chain_hash")
     digest = hashlib.sha256(_CHAIN_DOMAIN + head + _COUNT.pack(ids_be_T.size))
-    digest.update(ids_be_T)
+    digest.update(ids_be_T.data)
     return digest.hexdigest()
 
 
@@ -227,11 +227,11 @@ def hash_call_columns(
         text(mode, "mode"),
         _lengths(prev_len, delta_len, cum_len, weight_version),
         _COLUMN_HEAD.pack(8 + ids_be_T.nbytes, delta_len),
-        ids_be_T,
+        ids_be_T.data,
         _COLUMN_HEAD.pack(8 + mask_be_T.nbytes, delta_len),
-        mask_be_T,
+        mask_be_T.data,
         _COLUMN_HEAD.pack(8 + logprobs_be_T.nbytes, delta_len),
-        logprobs_be_T,
+        logprobs_be_T.data,
         digest_bytes(extras_digest, "extras_digest"),
         b"\x01",
         digest_bytes(chain_hash, "chain_hash"),
