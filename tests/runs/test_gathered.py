@@ -91,3 +91,14 @@ def test_a_damaged_part_is_named_and_not_gathered(stored):
     assert not (path / "gathered" / "rows.parquet").exists()
     with pytest.raises(RunStoreError, match=r"g00001\.parquet is not a readable part"):
         _ = runs.open(path).rollouts
+
+
+def test_parts_read_by_several_threads_stand_in_their_order_and_a_broken_one_is_named(stored, monkeypatch):
+    one_by_one = runs.open(stored.run_dir)
+    monkeypatch.setattr(frames, "SIDE_BY_SIDE", 2)
+    together = runs.open(stored.run_dir)
+    assert_frame_equal(together.rollouts, one_by_one.rollouts)
+    assert_frame_equal(together.calls, one_by_one.calls)
+    (stored.run_dir / "rows" / "g00001.parquet").write_bytes(b"PAR1 no more PAR1")
+    with pytest.raises(RunStoreError, match=r"g00001\.parquet is not a readable part of table rows"):
+        _ = runs.open(stored.run_dir).rollouts

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 import polars as pl
@@ -22,6 +24,12 @@ import polars as pl
 from workbench.errors import RunStoreError
 from workbench.runs import schema
 from workbench.runs.schema import Column
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+SIDE_BY_SIDE = 32
+"""Parts from which on they are read by several threads; fewer are read in the time that those take to start."""
 
 #: Columns that reading adds to what is stored; they come from joins or are derived, and are never written.
 ADDED: dict[str, tuple[Column, ...]] = {
@@ -170,36 +178,48 @@ def read_parts(table: str, paths: Iterable[Path], columns: Sequence[str] | None 
     column.
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     names = list(columns) if columns is not None else [column.name for column in schema.columns(table)]
     dtypes = schema.polars_schema(table)
-    optional = {column.name for column in schema.columns(table) if column.optional}
     empty = pl.DataFrame(schema={name: dtypes[name] for name in names})
     declared = schema.arrow_schema(table)
     expected = pa.schema([declared.field(name) for name in names])
-    parts = []
-    for path in paths:
-        try:
-            # Not Polars' own reader: it looks at no checksum, and panics on a damaged page.
-            with pa.OSFile(str(path)) as file, pq.ParquetFile(file, page_checksum_verification=True) as part:
-                there = set(part.schema_arrow.names)
-                missing = [name for name in names if name not in there]
-                if lacking := [name for name in missing if name not in optional]:
-                    raise RunStoreError(f"{path} is not a part of table {table}: it lacks {', '.join(lacking)}")
-                found = part.read([name for name in names if name in there], use_threads=False)
-            for name in missing:
-                found = found.append_column(declared.field(name), pa.nulls(found.num_rows, declared.field(name).type))
-            found = found.select(names)
-            if not found.schema.equals(expected):
-                # Other spellings of the same dtypes pass, and other dtypes do not.
-                found = pl.concat([empty, pl.DataFrame(pl.from_arrow(found))]).to_arrow().cast(expected)
-            parts.append(found)
-        except FileNotFoundError:
-            continue
-        except (pa.ArrowException, OSError, ValueError, pl.exceptions.PolarsError) as error:
-            raise RunStoreError(f"{path} is not a readable part of table {table}: {error}") from error
+    read = partial(_read_part, table, expected=expected, empty=empty)
+    paths = list(paths)
+    if len(paths) < SIDE_BY_SIDE:
+        found = [read(path) for path in paths]
+    else:
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="parts") as pool:
+            found = list(pool.map(read, paths))
+    parts = [part for part in found if part is not None]
     if not parts:
         return empty
     # Turned into a frame once, not part by part: that took longer than reading them.
     return pl.concat([empty, pl.DataFrame(pl.from_arrow(pa.concat_tables(parts)))])
+
+
+def _read_part(table: str, path: Path, *, expected: pa.Schema, empty: pl.DataFrame) -> pa.Table | None:
+    """The columns `expected` of one part; None where it is gone."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    optional = {column.name for column in schema.columns(table) if column.optional}
+    try:
+        # Not Polars' own reader: it looks at no checksum, and panics on a damaged page.
+        with pa.OSFile(str(path)) as file, pq.ParquetFile(file, page_checksum_verification=True) as part:
+            there = set(part.schema_arrow.names)
+            missing = [name for name in expected.names if name not in there]
+            if lacking := [name for name in missing if name not in optional]:
+                raise RunStoreError(f"{path} is not a part of table {table}: it lacks {', '.join(lacking)}")
+            found = part.read([name for name in expected.names if name in there], use_threads=False)
+        for name in missing:
+            found = found.append_column(expected.field(name), pa.nulls(found.num_rows, expected.field(name).type))
+        found = found.select(expected.names)
+        if not found.schema.equals(expected):
+            # Other spellings of the same dtypes pass, and other dtypes do not.
+            found = pl.concat([empty, pl.DataFrame(pl.from_arrow(found))]).to_arrow().cast(expected)
+        return found
+    except FileNotFoundError:
+        return None
+    except (pa.ArrowException, OSError, ValueError, pl.exceptions.PolarsError) as error:
+        raise RunStoreError(f"{path} is not a readable part of table {table}: {error}") from error

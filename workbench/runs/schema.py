@@ -308,6 +308,19 @@ def arrow_schema(table: str) -> pa.Schema:
     return pa.schema([pa.field(c.name, arrow_type(c.dtype)) for c in columns(table)])
 
 
+def compression(table: str) -> dict[str, str]:
+    """Codec of each column of a table's Parquet files, by its path in the file.
+
+    What is as long as the tokens, or longer, is packed. A part has few rows, and to unpack each of its short columns
+    takes longer than to read it.
+    """
+    long = {"list[u64]", "list[u8]", "list[f32]", "bytes"}
+    return {
+        f"{c.name}.list.element" if c.dtype.startswith("list[") else c.name: "zstd" if c.dtype in long else "none"
+        for c in columns(table)
+    }
+
+
 def polars_schema(table: str) -> dict[str, Any]:
     """Polars dtypes of a table, in order."""
     import polars as pl

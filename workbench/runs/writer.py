@@ -88,7 +88,7 @@ def write_part(path: Path, table: str, columns: Mapping[str, Sequence[Any]]) -> 
         raise RunStoreError(f"part {path.name} of table {table} does not fit its columns: {error}") from error
     with atomic_file(path) as handle:
         # With checksums a flipped bit is found where nothing else is recomputed from the values, and before decoding.
-        pq.write_table(part, handle, compression="zstd", write_page_checksum=True)
+        pq.write_table(part, handle, compression=schema.compression(table), write_page_checksum=True)
 
 
 def write_lines(path: Path, rows: Sequence[Any]) -> None:
