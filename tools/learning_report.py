@@ -86,15 +86,8 @@ def picture(learned: list[dict[str, Any]], controls: list[dict[str, Any]], path:
             steps = range(1, len(rewards) + 1)
             windows = [rewards[max(0, i - SMOOTH // 2) : i + SMOOTH // 2 + 1] for i in range(len(rewards))]
             smooth = [mean([value for value in window if value is not None]) for window in windows]
-            axes.plot(
-                steps,
-                [math.nan if value is None else value for value in rewards],
-                marker,
-                color=colour,
-                alpha=0.35,
-                markersize=3,
-                linestyle="",
-            )
+            points = [math.nan if value is None else value for value in rewards]
+            axes.plot(steps, points, marker, color=colour, alpha=0.35, markersize=3, linestyle="")
             label = f"seed {run['seed']}" if not shuffled else "shuffled advantages" if run is controls[0] else None
             axes.plot(steps, smooth, color=colour, label=label, linestyle="--" if shuffled else "-", linewidth=1.8)
         axes.set(xlabel="optimiser step", ylabel="mean reward", ylim=(0, 1), title="Reward of each step")

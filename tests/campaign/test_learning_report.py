@@ -99,7 +99,7 @@ def test_runs_that_cannot_be_put_together_are_refused(run, report, rewards, over
 
 def test_a_step_without_a_valid_row_has_no_reward_and_no_point(run, report):
     gap = [*RISING[:12], *[None] * 7, *RISING[19:]]
-    code, out = report(run("gap", gap), "--control", run("flat", LEVEL, "cpu_learns_control"))
-    assert code == 0
+    seeds = [run("gap", gap), run("whole", RISING, "cpu_learns", "seed=2")]
+    _, out = report(*seeds, "--control", run("flat", LEVEL, "cpu_learns_control"))
     assert json.loads((out / "summary.json").read_text())["runs"][0]["rewards"] == gap
     assert (out / "learning.svg").read_text().startswith("<?xml")
