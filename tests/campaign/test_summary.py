@@ -67,7 +67,7 @@ def test_progress_says_what_the_status_knows():
     assert describe({"status": "running", "phase": "set-up"}) == "set-up"
     status = {"phase": "training", "step": 3, "steps": 6, "weight_version": 2, "token_in_rate_after_roots": 1.0}
     assert describe(status | {"reward_mean": 0.25, "rejected": 1}) == (
-        "step 3/6 · training · weights v2 · token_in 1 · reward 0.250 · 1 rejected"
+        "step 3/6 · training · reward 0.250 · 1 rejected · token_in 1 · weights v2"
     )
 
 
