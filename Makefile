@@ -21,10 +21,10 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null && echo $$p && break; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup models campaign test test-fast check fuzz soak lab clean
+.PHONY: help setup models campaign test test-fast check fuzz soak bench lab clean
 
 help: ## this list
-	@grep -E '^[a-z]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*## /\t/' | expand -t 11
 
 setup: ## environment and packages
 	@if [ -z "$(PYTHON)" ]; then echo "set-up: no Python 3.11 to 3.14 found;" \
@@ -34,10 +34,10 @@ setup: ## environment and packages
 models: setup ## the models, built once
 	@$(PY) -m workbench.models build smollm2-135m tiny tiny-moe
 
-campaign: models ## one campaign: make campaign [RECIPE=cpu_smoke] [ARGS="train.steps=2"]
+campaign: models ## one campaign [RECIPE=cpu_smoke] [ARGS="train.steps=2"]
 	@$(PY) -m workbench.campaign.cli run $(RECIPE) $(ARGS)
 
-test: models ## lint, types and all tests, those with Ray, engines and a browser included
+test: models ## lint, types and all tests, those with Ray, engines and a browser too
 	@$(PY) tools/chromium.py >/dev/null || true # where there is none, the tests that need one say so and fail
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
 	@$(PY) -m mypy
@@ -46,7 +46,7 @@ test: models ## lint, types and all tests, those with Ray, engines and a browser
 test-fast: models ## the tests that need no Ray, engine, kernel or browser
 	@$(PY) -m pytest $(SIDE_BY_SIDE) -m "$(FAST)" $(PYTEST_ARGS)
 
-soak: models ## a long scripted campaign and every part killed with real deadlines: make soak [SOAK_GROUPS=1000]
+soak: models ## an hour of scripted campaign, every part killed [SOAK_GROUPS=1000]
 	@SOAK_DEADLINES=real SOAK_GROUPS=$(SOAK_GROUPS) $(PY) -m pytest tests/campaign/soak.py \
 		tests/campaign/soak_resume.py tests/campaign/soak_learns.py tests/campaign/test_deaths.py --timeout 7200 $(PYTEST_ARGS)
 
@@ -55,14 +55,14 @@ check: models ## lint, types and the fast tests
 	@$(PY) -m mypy
 	@$(PY) -m pytest $(SIDE_BY_SIDE) -m "$(FAST)" $(PYTEST_ARGS)
 
-fuzz: models ## mutated ledgers, requests, receipts and envelopes: make fuzz [FUZZ_SECONDS=600]
+fuzz: models ## mutated ledgers, requests, receipts, envelopes [FUZZ_SECONDS=600]
 	@FUZZ_SECONDS="$(FUZZ_SECONDS)" $(PY) -m pytest tests/fuzz --timeout 0 $(PYTEST_ARGS)
 
-bench: models ## benchmarks into reports/benchmarks, in a quarter of an hour: make bench [QUESTIONS="verifier start_up"]
+bench: models ## a quarter of an hour of benchmarks [QUESTIONS="verifier start_up"]
 	@$(PY) -m benchmarks $(QUESTIONS)
 
-lab: models ## JupyterLab on the notebooks
-	@$(PY) -m workbench.campaign.cli lab
+lab: models ## JupyterLab on the notebooks [ARGS="--no-browser --port=8899"]
+	@$(PY) -m workbench.campaign.cli lab $(ARGS)
 
 clean: ## removes the environment and caches; keeps reports and models
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -28,8 +28,8 @@ from workbench.demo.bench import open_bench
 ROLLOUTS, TURNS = 15, 4
 LINE = {"text": "Guess: 12"}
 NOTE = (
-    "Two more HTTP exchanges in Python (to the worker, and its acknowledgement), each about as long as the straight "
-    "call, and three fsyncs one after the other: ledger row, served bytes, and the line that says they were served."
+    "One more HTTP exchange in Python, to the worker, about as long as the straight call, and three fsyncs one after "
+    "the other: served bytes, the line that says where they are, and the ledger row."
 )
 
 

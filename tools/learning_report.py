@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -33,7 +34,8 @@ def read(folder: Path) -> dict[str, Any]:
     steps = run.steps
     if steps.height < recipe["train"]["steps"]:
         raise SystemExit(f"{folder} has taken {steps.height} of {recipe['train']['steps']} steps; wait for its end")
-    rewards = [round(value, 6) for value in steps["reward_mean"].to_list()]
+    # A step without a valid row has no reward.
+    rewards = [None if value is None else round(value, 6) for value in steps["reward_mean"].to_list()]
     rise = reward_rise(rewards)
     if rise is None:
         raise SystemExit(f"{folder} has too few steps to have quarters")
@@ -82,8 +84,10 @@ def picture(learned: list[dict[str, Any]], controls: list[dict[str, Any]], path:
         for run, (colour, marker) in zip([*learned, *controls], marks, strict=True):
             rewards, shuffled = run["rewards"], run["shuffled"]
             steps = range(1, len(rewards) + 1)
-            smooth = [mean(rewards[max(0, i - SMOOTH // 2) : i + SMOOTH // 2 + 1]) for i in range(len(rewards))]
-            axes.plot(steps, rewards, marker, color=colour, alpha=0.35, markersize=3, linestyle="")
+            windows = [rewards[max(0, i - SMOOTH // 2) : i + SMOOTH // 2 + 1] for i in range(len(rewards))]
+            smooth = [mean([value for value in window if value is not None]) for window in windows]
+            points = [math.nan if value is None else value for value in rewards]
+            axes.plot(steps, points, marker, color=colour, alpha=0.35, markersize=3, linestyle="")
             label = f"seed {run['seed']}" if not shuffled else "shuffled advantages" if run is controls[0] else None
             axes.plot(steps, smooth, color=colour, label=label, linestyle="--" if shuffled else "-", linewidth=1.8)
         axes.set(xlabel="optimiser step", ylabel="mean reward", ylim=(0, 1), title="Reward of each step")
@@ -98,7 +102,7 @@ def of_one(rise: dict[str, float]) -> SeedsRise:
 
 
 def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+    return sum(values) / len(values) if values else math.nan
 
 
 def page(summary: dict[str, Any]) -> str:

@@ -15,12 +15,14 @@ import hashlib
 import os
 import subprocess
 import sys
+import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 VENV = os.path.join(ROOT, ".venv")
 PYTHON = os.path.join(VENV, "bin", "python")
 STAMP = os.path.join(VENV, "workbench-ready")
 LOG = os.path.join(VENV, "install.log")
+TELL_EVERY_S = 30
 # Some indexes pair a CPU torch with these built for CUDA. They then fail at import, and transformers and vLLM, which
 # import them when they are there, fail with them; without them both work.
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
@@ -72,18 +74,36 @@ def install(extras):
     say("installing packages into .venv (4.5 GB, about 3 minutes; log: .venv/install.log)")
     command = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
     with open(LOG, "w") as log:
-        code = subprocess.call([*command, "-e", ".[%s]" % extras], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        code = patiently([*command, "-e", ".[%s]" % extras], log)
     if code != 0:
         with open(LOG, errors="replace") as log:
             sys.stderr.writelines(log.readlines()[-12:])
         stop("pip could not install the packages (above: the end of .venv/install.log); mend that and run make again")
 
 
+def patiently(command, log):
+    """Run `command`, and every half minute say what it last wrote into `log`; returns its exit code."""
+    began = time.monotonic()
+    process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    while True:
+        try:
+            return process.wait(timeout=TELL_EVERY_S)
+        except subprocess.TimeoutExpired:
+            with open(log.name, errors="replace") as written:
+                said = written.read().strip().split("\n")[-1]
+            say("%3d s  %s" % (time.monotonic() - began, said.strip()[:60]))
+
+
 def drop_broken_companions():
-    for name in TORCH_COMPANIONS:
-        if quiet([PYTHON, "-m", "pip", "show", "-q", name]) == 0 and quiet([PYTHON, "-c", "import " + name]) != 0:
-            say("removing %s: it does not import beside this torch, and nothing here needs it" % name)
-            quiet([PYTHON, "-m", "pip", "uninstall", "-y", "-q", name])
+    broken = [
+        name
+        for name in TORCH_COMPANIONS
+        if quiet([PYTHON, "-m", "pip", "show", "-q", name]) == 0 and quiet([PYTHON, "-c", "import " + name]) != 0
+    ]
+    for name in broken:
+        quiet([PYTHON, "-m", "pip", "uninstall", "-y", "-q", name])
+    if broken:
+        say("removed %s again: not for this torch, and not needed here" % ", ".join(broken))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ Invariant: what `load_recipe` returns has no `???` and no interpolation left. No
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 import types
 import typing
@@ -123,6 +124,17 @@ def _describe(values: Mapping[str, Any], origins: Mapping[str, str], prefix: str
             lines.append((f"{indent}{key}: {written}", origins.get(f"{prefix}{key}", SCHEMA)))
 
 
+def shipped_recipes() -> dict[str, str]:
+    """Name of each shipped recipe, and the first sentence of the comment at its head."""
+    return {file.stem: _purpose(file) for file in sorted(shipped("recipes").glob("*.yaml"))}
+
+
+def _purpose(file: Path) -> str:
+    comment = itertools.takewhile(lambda line: line.startswith("#"), file.read_text().splitlines())
+    text = " ".join(line.removeprefix("#").strip() for line in comment if not line.startswith("#  "))  # no commands
+    return re.split(r"(?<=[.?]) (?=[A-Z])", text)[0]
+
+
 def _find(path_or_name: str | Path) -> Path:
     """The recipe file meant: an existing path first, else a shipped name with or without `.yaml`."""
     path = Path(path_or_name)
@@ -130,7 +142,8 @@ def _find(path_or_name: str | Path) -> Path:
         return path
     if named := _shipped(path):
         return named
-    raise RecipeError(f"No recipe file {str(path)!r}{_hint(path)}")
+    folder = " (that is a folder)" if path.is_dir() else ""
+    raise RecipeError(f"No recipe file {str(path)!r}{folder}{_hint(path)}")
 
 
 def _shipped(path: Path) -> Path | None:

@@ -35,6 +35,11 @@ from __future__ import annotations
 from typing import Any
 
 
+def _one_sentence(self: WorkbenchError) -> list[str]:
+    """What a notebook shows: the sentence, which says all there is, and not the calls that led to it."""
+    return [f"{type(self).__name__}: {self}"]
+
+
 class WorkbenchError(Exception):
     """Base of all deliberate errors. `exit_code` is what the command line returns for it."""
 
@@ -49,6 +54,8 @@ class SetupError(WorkbenchError):
 
 class RecipeError(SetupError):
     """A recipe key, value or combination is wrong. The message names the key path and the allowed values."""
+
+    _render_traceback_ = _one_sentence
 
 
 class ModelMissing(SetupError):
@@ -172,9 +179,7 @@ class ComponentDied(WorkbenchError):
 class RunStoreError(WorkbenchError):
     """A stored run is missing, damaged or being written by somebody else."""
 
-    def _render_traceback_(self) -> list[str]:
-        """What a notebook shows: the sentence, which says all there is, and not the calls that led to it."""
-        return [f"{type(self).__name__}: {self}"]
+    _render_traceback_ = _one_sentence
 
 
 def _rebuild(kind: type[WorkbenchError], args: tuple[object, ...], state: dict[str, object]) -> WorkbenchError:

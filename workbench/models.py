@@ -291,7 +291,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         for name in args.names:
-            print(build(name) if args.verb == "build" else resolve(name))
+            print(f"model {name}: {build(name)}" if args.verb == "build" else resolve(name))
     except ModelMissing as missing:
         print(missing, file=sys.stderr)
         return missing.exit_code

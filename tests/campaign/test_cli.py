@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from workbench.campaign import doctor, machine
 from workbench.campaign.cli import main
 from workbench.campaign.doctor import browser, logical_cpus, model, port, temporary_directory, torch_companions
-from workbench.config import load_recipe
+from workbench.config import load_recipe, shipped_recipes
 
 HEAVY = ("torch", "ray", "vllm", "plotly", "pandas", "polars", "omegaconf", "openai", "transfer_queue")
 
@@ -224,3 +224,30 @@ def test_too_little_memory_and_disk_are_said_with_what_is_needed(tmp_path, monke
     assert machine.memory().good
     assert "needs 1000000000 GiB" in machine.disk(tmp_path, 1e9).cure
     assert machine.disk(tmp_path, 0.0).good
+
+
+def test_the_shipped_recipes_are_listed_with_a_whole_sentence_in_80_columns():
+    lines = workbench("recipe", "list").stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    for name, purpose in shipped_recipes().items():
+        assert any(line.startswith(f"{name} ") for line in lines), name
+        assert purpose[-1] in ".?", purpose
+
+
+def test_every_subcommand_has_a_first_sentence_that_is_shown_whole():
+    for group in ("recipe", "models"):
+        assert "..." not in workbench(group, "--help").stdout.partition("Commands:")[2]
+
+
+def test_a_folder_is_no_recipe_and_the_line_says_so(tmp_path):
+    assert f"No recipe file '{tmp_path}' (that is a folder)" in workbench("run", str(tmp_path)).stderr
+
+
+@pytest.mark.parametrize("user", [0, 1000])
+def test_the_lab_opens_at_the_notebooks_and_for_root_in_a_container_too(monkeypatch, user):
+    given: list[str] = []
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    monkeypatch.setattr(os, "execv", lambda program, words: given.extend(words))
+    main(["lab", "--no-browser"], standalone_mode=False)
+    assert ("--allow-root" in given) == (user == 0)
+    assert given[-1] == "--no-browser" and any(word.endswith("/lab/tree/notebooks") for word in given)

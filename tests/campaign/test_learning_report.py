@@ -95,3 +95,11 @@ def test_runs_that_cannot_be_put_together_are_refused(run, report, rewards, over
     seeds = [run("s1", RISING), run("s2", rewards, "cpu_learns", override)]
     with pytest.raises(SystemExit, match=said):
         report(*seeds, "--control", run("flat", LEVEL, "cpu_learns_control"))
+
+
+def test_a_step_without_a_valid_row_has_no_reward_and_no_point(run, report):
+    gap = [*RISING[:12], *[None] * 7, *RISING[19:]]
+    seeds = [run("gap", gap), run("whole", RISING, "cpu_learns", "seed=2")]
+    _, out = report(*seeds, "--control", run("flat", LEVEL, "cpu_learns_control"))
+    assert json.loads((out / "summary.json").read_text())["runs"][0]["rewards"] == gap
+    assert (out / "learning.svg").read_text().startswith("<?xml")

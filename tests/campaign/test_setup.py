@@ -114,6 +114,23 @@ def test_set_up_says_what_the_machine_lacks_and_installs_nothing(checkout, broke
     assert not (checkout / ".venv").exists()
 
 
+def test_an_installation_says_now_and_then_what_it_is_at(checkout):
+    # The child goes on only after something was said, so nothing here depends on how fast the machine is.
+    script = (
+        "import pathlib, sys; sys.path[:0] = ['.', 'tools']; import set_up\n"
+        "set_up.TELL_EVERY_S = 0.05\n"
+        "set_up.say = lambda text: (print(text), 'Collecting' in text and pathlib.Path('said').touch())\n"
+        "wait = 'while not os.path.exists(\"said\"): pass'\n"
+        "child = 'import os; print(\"Collecting torch\", flush=True)\\n' + wait + '\\nexit(3)'\n"
+        "print('code', set_up.patiently([sys.executable, '-c', child], open('log', 'w')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=checkout, capture_output=True, text=True, check=True, timeout=60
+    )
+    *told, code = done.stdout.splitlines()
+    assert told[-1].endswith(" s  Collecting torch") and code == "code 3"
+
+
 @pytest.fixture
 def ready_checkout(checkout):
     """A checkout whose environment is this process's own, with the stamp of a finished set-up."""

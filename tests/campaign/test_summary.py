@@ -51,12 +51,23 @@ def test_the_summary_of_a_run_that_never_came_to_a_step_has_dashes(tmp_path):
     assert "token_in_rate_after_roots  –" in summary.text()
 
 
+def test_calls_of_rollouts_that_were_still_played_are_counted_apart(tmp_path):
+    stored = StoredRun(tmp_path / "run")
+    stored.step(1, [["plain", "plain"]])
+    finished = runs.open(stored.run_dir).calls.height
+    stored.play("run.9.0.0", 2, kind="plain")
+    stored.finish()
+    summary = summarise(stored.run_dir, notebook=Path("n.ipynb"), outcome=Outcome("interrupted"), seconds=3.0)
+    assert (summary.calls, summary.unfinished_calls) == (finished, 2)
+    assert f"2 of 2 valid, {finished} calls and 2 of unfinished ones" in summary.text()
+
+
 def test_progress_says_what_the_status_knows():
     assert describe({}) == "starting the kernel"
     assert describe({"status": "running", "phase": "set-up"}) == "set-up"
     status = {"phase": "training", "step": 3, "steps": 6, "weight_version": 2, "token_in_rate_after_roots": 1.0}
     assert describe(status | {"reward_mean": 0.25, "rejected": 1}) == (
-        "step 3/6 · training · weights v2 · token_in 1 · reward 0.250 · 1 rejected"
+        "step 3/6 · training · reward 0.250 · 1 rejected · token_in 1 · weights v2"
     )
 
 

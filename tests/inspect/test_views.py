@@ -294,6 +294,11 @@ def test_what_cannot_be_shown_is_answered_in_a_sentence(run):
         PrefixChain(run, 3)
     with pytest.raises(RunStoreError, match="start=99,999 is none of them"):
         TokenStrip(run, "stored.0.1.0", start=99_999)
+    for count in (0, -5, 2.5):
+        with pytest.raises(RunStoreError, match="max_tokens to be a whole number of at least 1"):
+            TokenStrip(run, "stored.0.1.0", max_tokens=count)
+    with pytest.raises(RunStoreError, match="PrefixChain expected max_rows"):
+        PrefixChain(run, "stored.0.1.0", max_rows=0)
     shown = look(TokenStrip, run, "nobody")
     assert not shown and repr(shown).startswith("Run stored has no rollout 'nobody'")
     assert look(PrefixChain, run, "stored.0.1.0")

@@ -70,11 +70,11 @@ def checked_recipe(name: str, overrides: tuple[str, ...]) -> Recipe:
 
 
 def _run_path(ctx: click.Context, parameter: click.Parameter, value: str) -> Path:
-    """RUN as a path: one that is there, else the run of that name in the default reports directory."""
-    from workbench.recipe_schema import Reports
+    """RUN as a path: a run or sweep that is there, else one of that path or name from here upwards."""
+    from workbench.runs.finding import find, is_run
+    from workbench.runs.sweeps import SWEEP_FILE
 
-    path, named = Path(value), Path(Reports().dir) / value
-    return named if not path.exists() and path.name == value and named.parent.is_dir() else path
+    return find(value, lambda directory: is_run(directory) or (directory / SWEEP_FILE).is_file())
 
 
 RUN = click.argument("run_dir", metavar="RUN", callback=_run_path)
@@ -266,11 +266,25 @@ def recipe() -> None:
     """Look at recipes and check them, without starting anything."""
 
 
+@recipe.command("list")
+def recipe_list() -> None:
+    """The shipped recipes, each with what it is for."""
+    from textwrap import fill
+
+    from workbench.config import shipped_recipes
+
+    for name, purpose in shipped_recipes().items():
+        click.echo(fill(purpose, 80, initial_indent=f"{name:<20}", subsequent_indent=" " * 20))
+
+
 @recipe.command("show", epilog=RECIPE_HELP)
 @click.argument("name", metavar="RECIPE")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 def recipe_show(name: str, overrides: tuple[str, ...]) -> None:
-    """The resolved recipe, every value with where it comes from, and what set-up will derive."""
+    """Every value of a recipe, and where it comes from.
+
+    Behind one that is left open, what set-up will derive.
+    """
     from workbench.campaign.derived import derived
     from workbench.config import describe
 
@@ -284,7 +298,10 @@ def recipe_show(name: str, overrides: tuple[str, ...]) -> None:
 @click.argument("name", metavar="RECIPE")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 def recipe_check(name: str, overrides: tuple[str, ...]) -> None:
-    """Check keys, types, bounds, combinations and the environment's options; exit 2 when something is wrong."""
+    """Check a recipe and its overrides.
+
+    Keys, types, bounds, combinations, the environment's options. Exit 2 when something is wrong.
+    """
     click.echo(f"{checked_recipe(name, overrides).name}: good")
 
 
@@ -312,12 +329,18 @@ def doctor(recipe: str, overrides: tuple[str, ...], quick: bool) -> None:
 @main.command(context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[JUPYTER OPTIONS]...")
 def lab(arguments: tuple[str, ...]) -> None:
-    """JupyterLab on the notebooks."""
+    """JupyterLab on the notebooks.
+
+    Without a browser on this machine: --no-browser, then open the address that it prints, through an SSH tunnel.
+    """
     from workbench.places import shipped
 
     notebooks = shipped("notebooks")
     root = notebooks.parent if (notebooks.parent / "reports").is_dir() else notebooks
-    os.execv(sys.executable, [sys.executable, "-m", "jupyterlab", f"--notebook-dir={root}", *arguments])
+    given = [f"--notebook-dir={root}", f"--LabApp.default_url=/lab/tree/{notebooks.relative_to(root)}"]
+    if os.geteuid() == 0:
+        given.append("--allow-root")  # as in a container; it listens on this machine alone, and asks for a token
+    os.execv(sys.executable, [sys.executable, "-m", "jupyterlab", *given, *arguments])
 
 
 @main.group()
@@ -328,7 +351,10 @@ def models() -> None:
 @models.command("build")
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 def models_build(names: tuple[str, ...]) -> None:
-    """Build models that are missing (smollm2-135m, tiny, tiny-moe) and print where they are."""
+    """Build models that are missing, print where they are.
+
+    NAME is smollm2-135m, tiny or tiny-moe.
+    """
     from workbench import models as shelf
 
     for name in names:

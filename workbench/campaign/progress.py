@@ -62,7 +62,7 @@ class ProgressLine:
 
 
 def describe(status: dict[str, Any]) -> str:
-    """The status as one line: step, phase, rates; what is not known is left out."""
+    """The status as one line, what is wanted most first, as a narrow terminal cuts it; the unknown is left out."""
     if not status:
         return "starting the kernel"
     parts = []
@@ -70,20 +70,19 @@ def describe(status: dict[str, Any]) -> str:
         of = f"/{status['steps']}" if status.get("steps") is not None else ""
         parts.append(f"step {status['step']}{of}")
     parts.append(str(status.get("phase", status.get("status", "running"))))
+    # Of the last step that was taken: between two steps it stands still, because nothing new is known.
+    if status.get("eta_s"):
+        parts.append(f"about {_clock(status['eta_s'])} to go")
     for key, words, spec in (
-        ("groups", "{} groups", "d"),
-        ("weight_version", "weights v{}", "d"),
-        ("token_in_rate_after_roots", "token_in {}", ".3g"),
         ("reward_mean", "reward {}", ".3f"),
         ("rejected", "{} rejected", "d"),
-        ("poisoned", "{} poisoned", "d"),
+        ("token_in_rate_after_roots", "token_in {}", ".3g"),
+        ("groups", "{} groups", "d"),
+        ("weight_version", "weights v{}", "d"),
     ):
         value = status.get(key)
         if isinstance(value, (int, float)):
             parts.append(words.format(format(value, spec)))
-    # Of the last step that was taken: between two steps it stands still, because nothing new is known.
-    if status.get("eta_s"):
-        parts.append(f"about {_clock(status['eta_s'])} to go")
     return " · ".join(parts)
 
 

@@ -184,7 +184,8 @@ def new_run_dir(reports: Path | str, name: str, *, named: bool = False) -> Path:
     reports = Path(reports)
     if named:
         if not re.fullmatch(RUN_NAME, name):
-            raise SetupError(f"--run {name}: expected a name matching {RUN_NAME}; where runs lie is reports.dir")
+            allowed = "a name of 1 to 80 letters, digits, _, - and ., no path"
+            raise SetupError(f"--run {name}: expected {allowed}; where runs lie is reports.dir")
         if (reports / name / "steps.jsonl").exists():
             raise SetupError(f"{reports / name} already holds a run. Next: choose another name, or move it away.")
         if (reports / name).exists() and not (reports / name).is_dir():
@@ -223,6 +224,8 @@ def _execute(
         target=_papermill, args=(execution, source, target, parameters), name="papermill", daemon=True
     )
     progress = ProgressLine(run_dir, sys.stderr) if live else None
+    if live:
+        print(f"Run {run_dir} (Ctrl-C stops it; workbench resume goes on)", file=sys.stderr)
     with _signals_to(execution):
         thread.start()
         while not execution.done.wait(0.5):

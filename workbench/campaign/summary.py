@@ -37,6 +37,9 @@ class Summary:
     rollouts: int
     valid_rollouts: int
     calls: int
+    """Of finalised rollouts; the rates are about these."""
+    unfinished_calls: int
+    """Recorded calls of rollouts that were still played when the run ended."""
     token_in_rate: float | None
     token_in_rate_after_roots: float | None
     echo_wrong_rows: int | None
@@ -74,7 +77,8 @@ class Summary:
             f"  page                       {self.html}",
             f"  optimiser steps            {self.steps}, weight version {_dash(self.weight_version)}",
             f"  groups                     {self.groups}, rows in every group: {rows}",
-            f"  rollouts                   {self.valid_rollouts} of {self.rollouts} valid, {self.calls} calls",
+            f"  rollouts                   {self.valid_rollouts} of {self.rollouts} valid, {self.calls} calls"
+            + (f" and {self.unfinished_calls} of unfinished ones" if self.unfinished_calls else ""),
             f"  token_in_rate              {_dash(self.token_in_rate, '.4g')}",
             f"  token_in_rate_after_roots  {_dash(self.token_in_rate_after_roots, '.4g')}",
             *(
@@ -109,7 +113,8 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
     Raises RunStoreError when no run was begun there.
     """
     run = runs.open(run_dir)
-    steps, rollouts, calls, campaign = run.steps, run.rollouts, run.calls, run.campaign.row(0, named=True)
+    steps, rollouts, campaign = run.steps, run.rollouts, run.campaign.row(0, named=True)
+    calls = run.calls.join(rollouts, on="rollout_id", how="semi")
     scored = run.logprobs().drop_nulls("delta")
     delta_T = scored["delta"].to_numpy()
     # Step n is computed with the weights of version n - 1.
@@ -129,6 +134,7 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
         rollouts=rollouts.height,
         valid_rollouts=int((rollouts["sample_mask"] == 1).sum()),
         calls=calls.height,
+        unfinished_calls=run.calls.height - calls.height,
         token_in_rate=token_in / calls.height if calls.height else None,
         token_in_rate_after_roots=token_in / (calls.height - roots) if calls.height > roots else None,
         echo_wrong_rows=None if campaign["capture_enabled"] else int(run.groups["echo_wrong_rows"].sum()),

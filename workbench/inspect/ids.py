@@ -27,6 +27,13 @@ def check_rollout_id(rollout_id: Any, view: str) -> None:
         )
 
 
+def check_counts(view: str, **counts: Any) -> None:
+    """Raise RunStoreError unless each of a view's limits is a whole number of at least 1."""
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise RunStoreError(f"{view} expected {name} to be a whole number of at least 1, got {value!r}")
+
+
 def call_name(call_id: str | None, rollout_id: str, order_of: Mapping[str, int]) -> str:
     """A call as every view names it: its place in the ledger, where that is known, and its short id."""
     if call_id is None:

@@ -20,7 +20,7 @@ from workbench.inspect import html as markup
 from workbench.inspect.chain_columns import chain_columns
 from workbench.inspect.chain_picture import BAND, draw_chain
 from workbench.inspect.custody import RELATION_WORDS, custody_of, rollout_row, trained_words
-from workbench.inspect.ids import check_rollout_id, check_source, short_id
+from workbench.inspect.ids import check_counts, check_rollout_id, check_source, short_id
 from workbench.inspect.layout import Place, place_calls
 from workbench.inspect.snapshot import LiveView
 from workbench.runs.relations import contenders
@@ -63,6 +63,7 @@ class PrefixChain(LiveView):
     def __init__(self, source: Any, rollout_id: str | None = None, *, max_calls: int = 60, max_rows: int = 200) -> None:
         check_source(source, "PrefixChain")
         check_rollout_id(rollout_id, "PrefixChain")
+        check_counts("PrefixChain", max_calls=max_calls, max_rows=max_rows)
         calls: pl.DataFrame = source if isinstance(source, pl.DataFrame) else source.calls
         self.source = None if isinstance(source, pl.DataFrame) else source
         if rollout_id is None:

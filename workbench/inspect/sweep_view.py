@@ -18,6 +18,7 @@ from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
 from workbench.inspect.snapshot import StaticView
 from workbench.inspect.style import MARKERS, SERIES, panels, say_nothing_to_show, step_ticks
+from workbench.runs.finding import find
 from workbench.runs.shelf import COLUMNS, overview, run_directories
 from workbench.runs.sweeps import SWEEP_FILE, open_sweep
 
@@ -29,8 +30,8 @@ class SweepView(StaticView):
     """`table`: one row a run, in the sweep's order; the columns of `runs.shelf` and one a swept key."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises RunStoreError where `folder` holds neither a sweep nor a run."""
-        self.folder = Path(folder)
+        """`folder` is looked for as a run is. Raises RunStoreError where it holds neither a sweep nor a run."""
+        self.folder = find(folder, _holds_runs)
         self.keys: list[str] = []
         if (self.folder / SWEEP_FILE).is_file():
             sweep = open_sweep(self.folder)
@@ -41,7 +42,7 @@ class SweepView(StaticView):
             directories = run_directories(self.folder)
             settings = [{} for _ in directories]
             if not directories:
-                raise RunStoreError(f"No sweep and no run in {self.folder}")
+                raise RunStoreError(f"No sweep and no run in {self.folder}. Next: name the folder that runs lie in.")
         rows = [
             {**_one(directory), **{key: chosen.get(key) for key in self.keys}}
             for directory, chosen in zip(directories, settings, strict=True)
@@ -120,3 +121,7 @@ def _one(directory: Path) -> dict[str, Any]:
 
 def _number(value: Any, spec: str = "") -> markup.Cell:
     return markup.Cell("–" if value is None else format(value, spec), right=True)
+
+
+def _holds_runs(folder: Path) -> bool:
+    return (folder / SWEEP_FILE).is_file() or bool(run_directories(folder))

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
 from workbench.inspect.custody import Custody, custody_of, custody_of_call, rollout_row
-from workbench.inspect.ids import call_name, check_rollout_id, check_source
+from workbench.inspect.ids import call_name, check_counts, check_rollout_id, check_source
 from workbench.inspect.roles import roles_of
 from workbench.inspect.routes import route_spans
 from workbench.inspect.snapshot import LiveView
@@ -71,6 +71,7 @@ class TokenStrip(LiveView):
         check_source(source, "TokenStrip")
         self.why_ids = ""
         check_rollout_id(rollout_id, "TokenStrip")
+        check_counts("TokenStrip", max_tokens=max_tokens)
         if isinstance(source, pl.DataFrame):
             self.tokens = _of_one_rollout(source, rollout_id)
         elif rollout_id is None:

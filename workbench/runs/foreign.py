@@ -20,15 +20,16 @@ from workbench.errors import RunStoreError, WorkbenchError
 from workbench.ledger import LedgerStore, assemble_receipt
 from workbench.runs.custody import broken_events, ledger_files, ledger_rows, rollout_of
 from workbench.runs.damage import in_short, torn_lines
+from workbench.runs.finding import find
 from workbench.runs.frames import frame_of
-from workbench.runs.reader import Run, is_ledger, open
+from workbench.runs.reader import Run, holds_records, is_ledger, open
 from workbench.runs.relations import relate
 from workbench.wire import Cause, RolloutReceipt
 
 
 def open_ledger(path: str | PathLike[str]) -> ForeignLedger:
-    """The ledgers in a directory. Raises RunStoreError where there are none."""
-    directory = Path(path)
+    """The ledgers in a directory, looked for as a run is. Raises RunStoreError where there are none."""
+    directory = find(path, is_ledger)
     if not ledger_files(directory):
         raise RunStoreError(f"No ledger in {directory}: expected files named <rollout_id>.lineage.jsonl there")
     return ForeignLedger(directory)
@@ -36,7 +37,7 @@ def open_ledger(path: str | PathLike[str]) -> ForeignLedger:
 
 def open_any(path: str | PathLike[str]) -> Run | ForeignLedger:
     """The run in a directory, or the ledgers where it holds no run. Raises RunStoreError where it holds neither."""
-    directory = Path(path)
+    directory = find(path, holds_records)
     return open_ledger(directory) if is_ledger(directory) else open(directory)
 
 

@@ -28,6 +28,7 @@ from workbench.runs import frames
 from workbench.runs.condition import is_being_written, read_recipe, read_status
 from workbench.runs.custody import broken_events, event_files, known_calls, ledger_files, recorded_calls
 from workbench.runs.damage import in_short, torn_lines
+from workbench.runs.finding import find, is_run, no_run
 from workbench.runs.gathered import TABLES, Gathered
 from workbench.runs.staged import staged_call
 from workbench.runs.tokens import call_path_tokens, row_tokens, sampled_logprobs
@@ -36,7 +37,6 @@ from workbench.runs.vocabulary import Vocabulary, load_vocabulary
 from workbench.wire import RolloutReceipt, StagedCall
 
 _JOURNALS = ("steps", "groups", "events")
-_MARKS = ("status.json", "events.jsonl", "steps.jsonl", "groups.jsonl")
 _STATES = {"running": "running", "done": "finished", "failed": "failed", "killed": "interrupted"}
 
 
@@ -44,27 +44,29 @@ _STATES = {"running": "running", "done": "finished", "failed": "failed", "killed
 _IS_VERIFIED = ((pl.col("sample_mask") == 1) & pl.col("terminal_selection").is_not_null()).fill_null(False)
 
 
-def _is_run(directory: Path) -> bool:
-    return directory.is_dir() and any((directory / mark).exists() for mark in _MARKS)
-
-
 def is_ledger(directory: Path) -> bool:
     """Whether a directory holds ledgers and is no run."""
-    return directory.is_dir() and not _is_run(directory) and bool(ledger_files(directory))
+    return directory.is_dir() and not is_run(directory) and bool(ledger_files(directory))
+
+
+def holds_records(directory: Path) -> bool:
+    """Whether a directory holds a run or ledgers."""
+    return is_run(directory) or is_ledger(directory)
 
 
 def open(path: str | PathLike[str]) -> Run:
-    """The run in a directory. Raises RunStoreError when it holds no run; an unfinished or crashed one opens."""
-    directory = Path(path)
-    if not _is_run(directory):
-        if is_ledger(directory):
-            raise RunStoreError(
-                f"{directory} holds ledgers and no run: open it with workbench.runs.open_ledger({str(directory)!r})"
-            )
-        beside = sorted(p.parent.name for p in directory.parent.glob("*/status.json"))[:5]
-        hint = f"; runs beside it: {', '.join(beside)}" if beside else ""
-        raise RunStoreError(f"No run in {directory}: expected one of {', '.join(_MARKS)} there{hint}")
-    return Run(directory)
+    """The run in a directory; a relative path is looked for from here upwards, a bare name in reports/ too.
+
+    Raises RunStoreError when there is no run; an unfinished or crashed one opens.
+    """
+    directory = find(path, holds_records)
+    if is_run(directory):
+        return Run(directory)
+    if is_ledger(directory):
+        raise RunStoreError(
+            f"{directory} holds ledgers and no run: open it with workbench.runs.open_ledger({str(directory)!r})"
+        )
+    raise RunStoreError(no_run(directory))
 
 
 class Run:
