@@ -121,7 +121,8 @@ def report(run_dir: Path) -> Path:
     from workbench import runs
 
     runs.open(run_dir)
-    result = _execute(run_dir, {"run_dir": str(run_dir.resolve())}, live=False)
+    with _alone_in(run_dir):
+        result = _execute(run_dir, {"run_dir": str(run_dir.resolve())}, live=False)
     if result.exit_code:
         raise RunStoreError(f"{run_dir}: the report failed, {result.outcome.error_name}: {result.outcome.error}")
     return result.notebook
