@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 
 from workbench.campaign import doctor, machine
 from workbench.campaign.cli import main
@@ -54,7 +55,7 @@ def test_every_command_has_help_and_a_sentence():
     for name, command in main.commands.items():
         assert name in listed
         assert command.help and command.help.strip()
-        assert workbench(name, "--help").returncode == 0
+        assert CliRunner().invoke(main, [name, "--help"], standalone_mode=False).exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -79,12 +80,21 @@ def test_every_command_has_help_and_a_sentence():
         (("recipe", "show", "cpu_smoke", "x"), "expected key=value"),
     ],
 )
-def test_a_wrong_recipe_is_one_line_on_stderr_and_exit_2(arguments, expected):
-    done = workbench(*arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert expected in done.stderr
-    assert done.stderr.startswith("workbench: ")
+def test_a_wrong_recipe_is_one_line_on_stderr_and_exit_2(arguments, expected, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments), prog_name="workbench")
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert expected in said.err
+    assert said.err.startswith("workbench: ")
+    assert said.err.count("\n") == 1
+
+
+def test_a_mistake_is_the_same_line_in_a_process_of_its_own():
+    done = workbench("run", "cpu_smoke", "train.stps=3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("workbench: ") and "did you mean train.steps?" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
