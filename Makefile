@@ -1,7 +1,7 @@
 # From a fresh clone, each of these does everything that it needs: environment, packages, models, then the job.
 #   make campaign   a real GRPO campaign with token capture; leaves reports/<run>/campaign.ipynb
 #   make bench      the benchmarks, against the reference and the hardware's limit; leaves reports/benchmarks/
-#   make test       lint and all tests, those with a real engine included
+#   make test       lint, types and all tests, those with a real engine included
 # Variables: RECIPE, ARGS="key=value …", EXTRAS=gpu,dev, PYTHON, PYTEST_ARGS, FUZZ_SECONDS, SOAK_GROUPS, QUESTIONS.
 
 RECIPE ?= cpu_smollm2
@@ -37,9 +37,10 @@ models: setup ## the models, built once
 campaign: models ## one campaign [RECIPE=cpu_smoke] [ARGS="train.steps=2"]
 	@$(PY) -m workbench.campaign.cli run $(RECIPE) $(ARGS)
 
-test: models ## lint and all tests, those with Ray, engines and a browser too
+test: models ## lint, types and all tests, those with Ray, engines and a browser too
 	@$(PY) tools/chromium.py >/dev/null || true # where there is none, the tests that need one say so and fail
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
+	@$(PY) -m mypy
 	@$(PY) -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 test-fast: models ## the tests that need no Ray, engine, kernel or browser

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from click.testing import CliRunner
 
 from workbench.campaign import doctor, machine
 from workbench.campaign.cli import main
@@ -53,7 +55,7 @@ def test_every_command_has_help_and_a_sentence():
     for name, command in main.commands.items():
         assert name in listed
         assert command.help and command.help.strip()
-        assert workbench(name, "--help").returncode == 0
+        assert CliRunner().invoke(main, [name, "--help"], standalone_mode=False).exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -78,12 +80,21 @@ def test_every_command_has_help_and_a_sentence():
         (("recipe", "show", "cpu_smoke", "x"), "expected key=value"),
     ],
 )
-def test_a_wrong_recipe_is_one_line_on_stderr_and_exit_2(arguments, expected):
-    done = workbench(*arguments)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert expected in done.stderr
-    assert done.stderr.startswith("workbench: ")
+def test_a_wrong_recipe_is_one_line_on_stderr_and_exit_2(arguments, expected, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments), prog_name="workbench")
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert expected in said.err
+    assert said.err.startswith("workbench: ")
+    assert said.err.count("\n") == 1
+
+
+def test_a_mistake_is_the_same_line_in_a_process_of_its_own():
+    done = workbench("run", "cpu_smoke", "train.stps=3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("workbench: ") and "did you mean train.steps?" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
@@ -231,6 +242,16 @@ def test_every_subcommand_has_a_first_sentence_that_is_shown_whole():
 
 def test_a_folder_is_no_recipe_and_the_line_says_so(tmp_path):
     assert f"No recipe file '{tmp_path}' (that is a folder)" in workbench("run", str(tmp_path)).stderr
+
+
+def test_what_the_machine_says_of_a_file_is_one_line(monkeypatch, capsys, tmp_path):
+    def full(folder):
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+    monkeypatch.setattr("workbench.campaign.listing.listing", full)
+    with pytest.raises(SystemExit) as ended:
+        main(["ls", str(tmp_path)])
+    assert (ended.value.code, capsys.readouterr().err) == (1, f"workbench: {tmp_path}: No space left on device\n")
 
 
 @pytest.mark.parametrize("user", [0, 1000])

@@ -12,6 +12,7 @@ import pytest
 from openai import BadRequestError
 from openai.types.chat import ChatCompletion
 
+from workbench.campaign import doctor
 from workbench.campaign.environments import make_environment
 from workbench.campaign.environments.file_fix import FileFix
 from workbench.campaign.environments.file_fix import environment as module
@@ -147,3 +148,11 @@ def test_a_machine_that_cannot_shut_code_in_must_be_told_to_go_on(monkeypatch):
     monkeypatch.setattr(module, "weaknesses", lambda: ["reading and writing other files"])
     assert "cannot stop reading and writing other files" in FileFix().lacking()
     assert FileFix({"allow_weak_sandbox": True}).lacking() == ""
+
+
+@pytest.mark.parametrize("shares", [[], ["environment.misbehave.retry=0.5"]])
+def test_what_the_machine_lacks_is_said_at_set_up_however_the_agents_behave(monkeypatch, shares):
+    monkeypatch.setattr(module, "weaknesses", lambda: ["reading and writing other files"])
+    recipe = load_recipe("cpu_smoke", ["environment.name=file_fix", *shares])
+    found = doctor.environment(recipe)
+    assert not found.good and "reading and writing other files" in found.found and "allow_weak_sandbox" in found.cure

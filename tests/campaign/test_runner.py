@@ -17,7 +17,7 @@ import pytest
 
 from workbench.campaign.kernel import OwnKernel
 from workbench.campaign.notebook_file import check_parameters, parameter_names
-from workbench.campaign.runner import new_run_dir, resume_run, run_notebook
+from workbench.campaign.runner import new_run_dir, report, resume_run, run_notebook
 from workbench.config import load_recipe
 from workbench.errors import RecipeError, SetupError
 from workbench.places import MARK, make_ray_directory, shipped
@@ -195,6 +195,23 @@ def test_a_second_runner_at_a_run_is_refused_and_changes_nothing_of_it(tmp_path)
     assert (tmp_path / "recipe.yaml").read_text() == "of the first"
 
 
+def test_the_notebook_of_a_run_under_way_is_not_written_over_by_its_report(tmp_path):
+    (tmp_path / "status.json").write_text('{"status": "running"}')
+    holder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    with pytest.raises(SetupError, match="another workbench is at this run"):
+        report(tmp_path)
+    os.close(holder)
+    assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
+
+
+def test_a_run_that_cannot_be_written_gets_no_report_and_a_line(tmp_path, monkeypatch):
+    (tmp_path / "status.json").write_text('{"status": "done"}')
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(SetupError, match="cannot be written, and its report lies in it"):
+        report(tmp_path)
+
+
 def test_an_unknown_parameter_is_refused_with_the_nearest_one(tmp_path):
     with pytest.raises(RecipeError, match=r"no parameter 'recipee', did you mean recipe\?"):
         check_parameters(shipped("notebooks") / "10_campaign.ipynb", {"recipee": "x"})
@@ -216,7 +233,7 @@ def test_a_run_name_that_is_taken_is_refused_and_a_default_one_counts_up(tmp_pat
     (tmp_path / "notes").touch()
     with pytest.raises(SetupError, match="is a file"):
         new_run_dir(tmp_path, "notes", named=True)
-    with pytest.raises(SetupError, match="expected a name matching"):
+    with pytest.raises(SetupError, match="expected a name of 1 to 80"):
         new_run_dir(tmp_path, "", named=True)
     (tmp_path / "first-1").mkdir()
     assert new_run_dir(tmp_path, "first", named=False).name == "first-2"

@@ -38,7 +38,8 @@ def make(*arguments: str, cwd: Path, **environment: str) -> subprocess.Completed
 def checkout(tmp_path):
     """The files that set-up reads."""
     place = tmp_path / "checkout"
-    for name in ("Makefile", "pyproject.toml", "tools", "workbench/__init__.py", "workbench/campaign"):
+    measuring = ("workbench/__init__.py", "workbench/campaign/__init__.py", "workbench/campaign/machine.py")
+    for name in ("Makefile", "pyproject.toml", "tools", *measuring):
         target = place / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_dir():
@@ -158,6 +159,13 @@ def test_make_test_fails_when_a_test_fails_and_ends_with_the_summary(ready_check
     done = make("test", f"PYTHON={sys.executable}", cwd=ready_checkout, TMPDIR=str(ready_checkout.parent))
     assert done.returncode == code, done.stdout + done.stderr
     assert summary in done.stdout.strip().splitlines()[-1]
+
+
+def test_make_test_fails_when_a_type_is_wrong(ready_checkout):
+    (ready_checkout / "workbench" / "models.py").write_text('COUNT: int = "one"\n')
+    done = make("test", f"PYTHON={sys.executable}", cwd=ready_checkout)
+    assert done.returncode != 0
+    assert "models.py:1: error: Incompatible types" in done.stdout
 
 
 def test_make_test_fails_when_the_lint_does(ready_checkout):

@@ -112,7 +112,7 @@ async def asking(worker: Worker, tmp_path: Path, **settings: Any) -> AsyncIterat
     async with (
         listening(worker.app) as worker_url,
         gateway_over(worker_url, tmp_path, **{"coords_timeout_s": 1.0, **settings}) as (url, gateway),
-        httpx.AsyncClient(timeout=20.0) as http,
+        httpx.AsyncClient(verify=False, timeout=20.0) as http,
     ):
 
         async def ask(**body: Any) -> httpx.Response:
@@ -187,7 +187,7 @@ async def test_an_agents_request_id_is_not_forwarded(tmp_path: Path) -> None:
     async with (
         listening(worker.app) as worker_url,
         gateway_over(worker_url, tmp_path) as (url, gateway),
-        httpx.AsyncClient(headers={"x-request-id": "chosen-by-the-agent", "x-other": "1"}) as http,
+        httpx.AsyncClient(verify=False, headers={"x-request-id": "chosen-by-the-agent", "x-other": "1"}) as http,
     ):
         await http.post(f"{url}/ng-rollout/r/v1/chat/completions", json=ASK)
         (record,) = gateway.custodian.store.manifest("r").records
@@ -250,7 +250,7 @@ async def test_a_gateway_that_stops_leaves_a_row_of_every_call_it_gives_up(
     async with (
         listening(worker.app) as worker_url,
         gateway_over(worker_url, tmp_path) as (url, gateway),
-        httpx.AsyncClient(timeout=20.0) as http,
+        httpx.AsyncClient(verify=False, timeout=20.0) as http,
     ):
         told = bytearray()
 
@@ -281,7 +281,7 @@ async def test_a_worker_that_refuses_gives_a_harmless_row(status: int, tmp_path:
 
 
 async def test_a_dead_worker_is_told_at_once(tmp_path: Path) -> None:
-    async with gateway_over("http://127.0.0.1:9", tmp_path) as (url, gateway), httpx.AsyncClient() as http:
+    async with gateway_over("http://127.0.0.1:9", tmp_path) as (url, gateway), httpx.AsyncClient(verify=False) as http:
         told = await http.post(f"{url}/ng-rollout/r/v1/chat/completions", json=ASK)
         assert (told.status_code, told.json()["error"]["code"]) == (502, "worker_unreachable")
         (failure,) = gateway.custodian.store.manifest("r").failures
@@ -295,7 +295,7 @@ async def test_a_broken_line_before_others_stops_its_rollout_and_no_other(suffix
         listening(worker.app) as worker_url,
         gateway_over(worker_url, tmp_path) as (url, _),
         ControlClient(url, CONTROL) as control,
-        httpx.AsyncClient(timeout=20.0) as http,
+        httpx.AsyncClient(verify=False, timeout=20.0) as http,
     ):
 
         async def ask(rollout_id: str) -> httpx.Response:
@@ -322,7 +322,7 @@ async def test_a_torn_last_line_is_dropped(suffix: str, tmp_path: Path) -> None:
     async with (
         listening(worker.app) as worker_url,
         gateway_over(worker_url, tmp_path) as (url, gateway),
-        httpx.AsyncClient(timeout=20.0) as http,
+        httpx.AsyncClient(verify=False, timeout=20.0) as http,
     ):
         route = f"{url}/ng-rollout/torn/v1/responses"
         answer = await http.post(route, json={"input": "go"})

@@ -89,15 +89,15 @@ def test_without_a_control_token_it_refuses(workers: int, tmp_path: Path, monkey
     assert set(psutil.Process().children()) <= before, "the others are not left behind"
 
 
-@pytest.mark.parametrize("route", ["/ng-rollout/r/v1/chat/completions", "/v1/chat/completions"])
-async def test_a_call_that_is_under_way_when_it_stops_is_told_so(
-    route: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_calls_that_are_under_way_when_it_stops_are_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(CONTROL_TOKEN, SECRET)
-    asked, over = asyncio.Event(), asyncio.Event()
+    routes = ("/ng-rollout/r/v1/chat/completions", "/v1/chat/completions")
+    asked, over = asyncio.Semaphore(0), asyncio.Event()
 
     async def too_late(request: Request) -> Response:
-        asked.set()
+        asked.release()
         await over.wait()
         return Response(status_code=500)
 
@@ -106,14 +106,16 @@ async def test_a_call_that_is_under_way_when_it_stops_is_told_so(
         try:
             async with httpx.AsyncClient(timeout=60.0) as http:
                 body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
-                call = asyncio.create_task(http.post(gateway.url + route, json=body))
-                await asyncio.wait_for(asked.wait(), 30)
+                calls = [asyncio.create_task(http.post(gateway.url + route, json=body)) for route in routes]
+                for _ in routes:
+                    await asyncio.wait_for(asked.acquire(), 30)
                 await asyncio.to_thread(gateway.stop)
-                told = await call
+                answers = await asyncio.gather(*calls)
         finally:
             over.set()
             gateway.stop()
-    assert (told.status_code, told.json()["error"]["code"]) == (503, "gateway_stopping")
+    for told in answers:
+        assert (told.status_code, told.json()["error"]["code"]) == (503, "gateway_stopping")
 
 
 def test_it_does_not_outlive_a_killed_parent(tmp_path: Path) -> None:

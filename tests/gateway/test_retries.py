@@ -64,7 +64,7 @@ async def gated(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Async
     async with (
         listening(gate.app) as worker_url,
         gateway_over(worker_url, ledger) as (url, gateway),
-        httpx.AsyncClient(timeout=30.0) as http,
+        httpx.AsyncClient(verify=False, timeout=30.0) as http,
     ):
         yield Gated(url, gateway, gate, http)
         gate.release()
@@ -237,7 +237,7 @@ async def test_old_answers_go_and_new_ones_stay(gated: Gated) -> None:
 
 
 async def test_answers_of_closed_rollouts_go_with_the_gateway(stack: Stack, tmp_path: Path) -> None:
-    async with gateway_over(stack.worker.url, tmp_path) as (url, gateway), httpx.AsyncClient() as http:
+    async with gateway_over(stack.worker.url, tmp_path) as (url, gateway), httpx.AsyncClient(verify=False) as http:
         for rollout_id in ("closed", "open"):
             assert (await http.post(f"{url}/ng-rollout/{rollout_id}/v1/chat/completions", json=ASK)).is_success
         gateway.custodian.store.freeze("closed")
@@ -317,7 +317,10 @@ async def test_an_unresolved_call_is_repeated_without_a_second_row(gated: Gated)
 
 async def test_another_gateway_waits_for_the_call_and_replays_it(gated: Gated) -> None:
     key, ledger = {"idempotency-key": "k"}, gated.gateway.custodian.store.directory
-    async with gateway_over("http://127.0.0.1:9", ledger) as (url, second), httpx.AsyncClient(timeout=30.0) as http:
+    async with (
+        gateway_over("http://127.0.0.1:9", ledger) as (url, second),
+        httpx.AsyncClient(verify=False, timeout=30.0) as http,
+    ):
         gated.gate.hold(COMPLETION)
         reached = gated.gate.reached[COMPLETION]
         one = asyncio.create_task(gated.post("elsewhere", key))

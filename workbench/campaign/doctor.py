@@ -171,11 +171,13 @@ def heads(recipe: Recipe) -> Finding:
 
 def environment(recipe: Recipe) -> Finding:
     """What the task itself needs of this machine."""
-    from workbench.campaign.environments import make_environment
+    from workbench.campaign.environments import FileFix, make_environment
 
     lacking = getattr(make_environment(recipe), "lacking", str)()
     if lacking:
-        cure = "use a Linux kernel with Landlock and seccomp, or set environment.options.allow_weak_sandbox=true"
+        cure = "run it on a machine that has that, or choose another environment"
+        if recipe.environment.name == FileFix.name:
+            cure = "use a Linux kernel with Landlock and seccomp, or set environment.options.allow_weak_sandbox=true"
         return Finding("environment", f"{recipe.environment.name}: {lacking}", cure)
     return Finding("environment", recipe.environment.name)
 

@@ -34,6 +34,10 @@ class Misbehaving:
         self._shares = shares
         self._window_tokens = window_tokens
 
+    def lacking(self) -> str:
+        """What the environment inside lacks on this machine."""
+        return str(getattr(self._inner, "lacking", str)())
+
     def task(self, seed: int) -> Task:
         return self._inner.task(seed)
 

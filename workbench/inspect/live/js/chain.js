@@ -199,8 +199,10 @@ function buildChain(shell) {
       class: `wb-card ${kind}${chain.contends(i) ? " contends" : ""}${i === at ? " at" : ""}${chain.ids[i] === model.get("selected") ? " chosen" : ""}`, "data-i": i,
       "data-call": chain.ids[i], style: `left:${chain.x(i)}px;top:${chain.y(i)}px;width:${CARD.w}px;height:${CARD.h}px`,
     }, h("div", { class: "wb-top" }, h("span", { class: "wb-name", text: `#${chain.columns.order[i]} ${chain.names[i]}` }), h("span", { text: side })));
-    if (kind === "lost") node.append(h("div", { text: chain.word("failure_reason", i) }), h("div", { text: chain.word("detail", i) }));
-    else node.append(amount(i), h("div", { text: chain.amounts(i) }), h("div", { class: "wb-mono", text: [chain.word("finish_reason", i), chain.digests[i], chain.contends(i) ? "last call?" : ""].filter(Boolean).join(" · ") }));
+    // What is too long for the card is cut with an ellipsis; its title and the line below the map have it whole.
+    const cut = (text) => h("div", { text, title: text ?? "" });
+    if (kind === "lost") node.append(cut(chain.word("failure_reason", i)), cut(chain.word("detail", i)));
+    else node.append(amount(i), h("div", { text: chain.amounts(i) }), h("div", { class: "wb-mono", text: [chain.contends(i) ? "last call?" : "", chain.word("finish_reason", i), chain.digests[i]].filter(Boolean).join(" · ") }));
     if (!head) return [node];
     return [h("div", { class: `wb-branch ${kind}`, text: chain.label(i), style: `left:${chain.x(i) + 2}px;top:${chain.y(i) - 17}px` }), node];
   }
