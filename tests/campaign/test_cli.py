@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import socket
@@ -241,6 +242,16 @@ def test_every_subcommand_has_a_first_sentence_that_is_shown_whole():
 
 def test_a_folder_is_no_recipe_and_the_line_says_so(tmp_path):
     assert f"No recipe file '{tmp_path}' (that is a folder)" in workbench("run", str(tmp_path)).stderr
+
+
+def test_what_the_machine_says_of_a_file_is_one_line(monkeypatch, capsys, tmp_path):
+    def full(folder):
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+    monkeypatch.setattr("workbench.campaign.listing.listing", full)
+    with pytest.raises(SystemExit) as ended:
+        main(["ls", str(tmp_path)])
+    assert (ended.value.code, capsys.readouterr().err) == (1, f"workbench: {tmp_path}: No space left on device\n")
 
 
 @pytest.mark.parametrize("user", [0, 1000])

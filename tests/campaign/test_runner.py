@@ -205,6 +205,13 @@ def test_the_notebook_of_a_run_under_way_is_not_written_over_by_its_report(tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
+def test_a_run_that_cannot_be_written_gets_no_report_and_a_line(tmp_path, monkeypatch):
+    (tmp_path / "status.json").write_text('{"status": "done"}')
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(SetupError, match="cannot be written, and its report lies in it"):
+        report(tmp_path)
+
+
 def test_an_unknown_parameter_is_refused_with_the_nearest_one(tmp_path):
     with pytest.raises(RecipeError, match=r"no parameter 'recipee', did you mean recipe\?"):
         check_parameters(shipped("notebooks") / "10_campaign.ipynb", {"recipee": "x"})

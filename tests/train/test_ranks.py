@@ -91,6 +91,42 @@ def test_two_ranks_take_the_step_that_one_takes(tiny_model, tmp_path):
     assert set(load_file(folder / "model.safetensors")) == set(published)
 
 
+def one_rank_in_bfloat16(rank, ranks, port, model, folder):
+    from workbench.train.ranks import RankTrainer
+
+    config = SETTINGS | {"model_path": model, "run_dir": folder, "dtype": "bfloat16"}
+    trainer = RankTrainer(config, rank, ranks, f"tcp://127.0.0.1:{port}", MemoryRows([]))
+    before = trainer.score([[5, 6, 7, 8]])
+    metrics, part = trainer.step_on(1, batch(1))
+    after = trainer.score([[5, 6, 7, 8]])
+    if rank == 0:
+        logprobs = [[float(value) for value in values] for values in part["trainer_logprobs"]]
+        torch.save({"metrics": metrics, "scored": [before, after], "logprobs": logprobs}, f"{folder}/answer.pt")
+    trainer.leave()
+
+
+@pytest.mark.timeout(400)
+def test_two_ranks_in_bfloat16_score_and_step_as_one_does(tiny_model, tmp_path):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    processes.spawn(one_rank_in_bfloat16, args=(2, port, str(tiny_model), str(tmp_path)), nprocs=2)
+    two = torch.load(tmp_path / "answer.pt", weights_only=True)
+
+    settings = SETTINGS | {"model_path": str(tiny_model), "run_dir": str(tmp_path), "dtype": "bfloat16"}
+    alone = Trainer(settings, MemoryRows([]))
+    before = alone.score([[5, 6, 7, 8]])
+    metrics, part = alone.step_on(1, batch(1))
+    # What is rounded is the same on both: the weights, not the rotary frequencies, which would part them by 0.1 nat.
+    assert two["scored"][0][0] == pytest.approx(before[0], abs=1e-3)
+    for theirs, own in zip(two["logprobs"], part["trainer_logprobs"], strict=True):
+        np.testing.assert_allclose(np.array(theirs), own, atol=1e-3)
+    assert two["metrics"]["loss"] == pytest.approx(metrics["loss"], rel=1e-3)
+    # Gradients are summed in another order and in bfloat16 before they are float32: the step is close, not the same.
+    assert two["metrics"]["grad_norm"] == pytest.approx(metrics["grad_norm"], rel=0.02)
+    assert two["scored"][1][0] == pytest.approx(alone.score([[5, 6, 7, 8]])[0], abs=0.05)
+
+
 @pytest.mark.ray
 @pytest.mark.timeout(300)
 def test_the_ranks_are_actors_that_answer_as_one_trainer(tq, ray_cluster, tiny_model, tmp_path):

@@ -7,6 +7,7 @@ traceback instead. Results go to stdout, so that they can be piped.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from workbench.errors import RecipeError, SetupError, TrainerError, WorkbenchErr
 if TYPE_CHECKING:
     from workbench.config import Recipe
 
+NOT_OURS = (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 RECIPE_HELP = "RECIPE is a YAML file or the name of a shipped recipe; KEY=VALUE overrides its settings."
 
 
@@ -36,6 +38,12 @@ class _Workbench(click.Group):
                 raise
             click.echo(f"workbench: {' '.join(str(error).split())}", err=True)
             sys.exit(error.exit_code)
+        except OSError as error:
+            # The machine's word about a file of the user's; anything else would be a fault of ours.
+            if error.errno not in NOT_OURS or os.environ.get("WORKBENCH_DEBUG") == "1":
+                raise
+            click.echo(f"workbench: {error.filename or 'a file'}: {error.strerror}", err=True)
+            sys.exit(1)
         except click.ClickException as error:
             error.show()
             sys.exit(error.exit_code)

@@ -116,11 +116,15 @@ def tell(result: NotebookResult) -> int:
 def report(run_dir: Path) -> Path:
     """Execute the campaign notebook again over a stored run, from its records alone; returns the notebook.
 
-    Raises RunStoreError when there is no run, SetupError when the notebook fails on it.
+    Raises RunStoreError when there is no run or the notebook fails on it, SetupError where it cannot be written.
     """
     from workbench import runs
 
     runs.open(run_dir)
+    if not os.access(run_dir, os.W_OK):
+        raise SetupError(
+            f"{run_dir} cannot be written, and its report lies in it. Next: copy the run, report the copy."
+        )
     with _alone_in(run_dir):
         result = _execute(run_dir, {"run_dir": str(run_dir.resolve())}, live=False)
     if result.exit_code:
