@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import random
+import time
+from collections import Counter
+from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from speech import Items, commit, model, tool_call, user
 
-from workbench.ledger import LedgerStore
+from workbench.ledger import LedgerStore, diagnose_drift
+from workbench.ledger.items import CallItems, ItemDigest
+from workbench.ledger.relatives import history, shared_items
 from workbench.wire import Cause
 from workbench.wire.fingerprints import request_envelope
 
@@ -180,3 +187,54 @@ def test_a_call_in_custody_is_never_said_to_have_no_tokens(tmp_path: Path) -> No
     store.note_items(R, "c4", [user("f")], [model("B")], parent=None)
     lost = store.admit(R, [user("f"), model("B"), user("more")], "c5").drift
     assert lost is not None and "no tokens in custody" in lost.detail
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_calls_share_with_a_request_is_what_their_whole_histories_share(seed):
+    draw = random.Random(seed)
+    words = [{"role": "user", "content": f"w{number}"} for number in range(draw.choice((2, 5, 30)))]
+
+    def some(most: int) -> list[dict[str, str]]:
+        return draw.choices(words, k=draw.randint(0, most))
+
+    calls: list[CallItems] = []
+    whole: list[list[str]] = []
+    for number in range(draw.randint(1, 30)):
+        parent = draw.choice([None, *range(number), "unheard-of"])
+        known = isinstance(parent, int)
+        skip = draw.randint(0, len(whole[parent]) + 2) if known else 0
+        # The first `skip` items of a request are the parent's, so what is recorded begins behind them.
+        call = CallItems.of(f"c{number}", some(4), some(2), parent=f"c{parent}" if parent is not None else None)
+        calls.append(replace(call, skip=skip))
+        whole.append((whole[parent][:skip] if known else []) + [item.digest for item in call.items])
+    came = [ItemDigest.of(item).digest for item in some(8)]
+    if draw.random() < 0.7:
+        kept = draw.choice(whole)
+        came = kept[: draw.randint(0, len(kept))] + came
+    leading = [
+        sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, came, strict=False))) for one in whole
+    ]
+    at_all = [sum((Counter(one) & Counter(came)).values()) for one in whole]
+    assert shared_items(calls, came) == list(zip(leading, at_all, strict=True))
+    for order, expected in enumerate(whole):
+        assert [item.digest for item in history(calls, order)] == expected
+
+
+def test_a_diagnosis_takes_time_in_proportion_to_what_was_recorded():
+    """Generous: with histories spelled out for every call, eight times the calls took 64 times as long."""
+
+    def seconds(count: int) -> float:
+        calls, items = [], []
+        for number in range(count):
+            added = [{"role": "user", "content": f"task {number}"}]
+            answer = [{"role": "assistant", "content": f"answer {number}"}]
+            calls.append(CallItems.of(f"c{number}", items + added, answer, parent=f"c{number - 1}", skip=len(items)))
+            items += added + answer
+        took = []
+        for _ in range(3):
+            began = time.process_time()
+            diagnose_drift(calls, [{"role": "user", "content": "something else"}])
+            took.append(time.process_time() - began)
+        return min(took)
+
+    assert seconds(1_600) < 24 * seconds(200)

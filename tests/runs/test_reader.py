@@ -12,7 +12,7 @@ from stored_run import END, Rollout, StoredRun, make_run
 
 from workbench import runs
 from workbench.errors import RunStoreError
-from workbench.runs import frames, frames_page, schema
+from workbench.runs import frames, frames_page, reader, schema
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +27,20 @@ def test_every_frame_has_its_declared_columns_and_dtypes(run):
         assert {name: frame.schema[name] for name in declared} == declared, table
         assert frame.height > 0, table
         assert frame["run"].to_list() == ["stored"] * frame.height, table
+
+
+def test_the_status_file_is_read_a_few_times_a_frame_and_not_once_a_row(tmp_path, monkeypatch):
+    read, times = reader.read_status, []
+
+    def counted(path):
+        times.append(path)
+        return read(path)
+
+    monkeypatch.setattr(reader, "read_status", counted)
+    opened = runs.open(make_run(tmp_path / "stored"))
+    for table in ("steps", "groups", "rollouts", "calls", "events"):
+        times.clear()
+        assert getattr(opened, table).height > 0 and len(times) <= 1, table
 
 
 def test_frames_join_by_ids(run):

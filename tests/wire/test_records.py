@@ -181,11 +181,23 @@ def test_an_admission_travels_in_a_header(form: dict[str, Any]) -> None:
         {**CHILD, "staging_chain": []},
         {**CHILD, "required_prefix_token_ids": [4]},
         {**CHILD, "staging_chain": [], "required_prefix_token_ids": [4, -5]},
+        {**CHILD, "staging_chain": [], "required_prefix_token_ids": [4, True]},
+        {**CHILD, "staging_chain": [], "required_prefix_token_ids": [4, 5.0]},
+        {**CHILD, "staging_chain": [], "required_prefix_token_ids": [4, 2**64]},
+        {**CHILD, "staging_chain": [], "required_prefix_token_ids": {4: 0, 5: 0}},
+        {**CHILD, "staging_chain": [], "required_prefix_token_ids": "45"},
     ],
 )
 def test_an_admission_that_is_neither_root_nor_child_is_refused(form: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         CaptureAdmission.model_validate(form)
+
+
+def test_a_prefix_in_an_admission_is_a_list_of_ints_whatever_it_came_as() -> None:
+    for ids in ([4, 2**64 - 1], (4, 2**64 - 1), np.array([4, 2**64 - 1], dtype=np.uint64)):
+        read = CaptureAdmission.model_validate({**CHILD, "staging_chain": [], "required_prefix_token_ids": ids})
+        assert read.required_prefix_token_ids == [4, 2**64 - 1]
+        assert {type(value) for value in read.required_prefix_token_ids} == {int}
 
 
 @pytest.mark.parametrize("rollout_id", ["run.group.0.1", "a", "A_b-c.9", "...x", "x" * 200])

@@ -17,11 +17,12 @@ import numpy as np
 from workbench.errors import ReceiptRejected, WireError
 from workbench.wire import CallRecord, Cause, StagedCall
 from workbench.wire.digests import check_shape, check_sizes, check_versions, hash_call_columns, mask_and_logprobs
-from workbench.wire.encoding import token_array
+from workbench.wire.encoding import big_endian, token_array
 
 _WINDOW = 65_536  # tokens
 _STEP = np.repeat(np.array([0.0, 1.0], dtype=np.float32), _WINDOW).tobytes()
 """Every plain mask of up to `_WINDOW` tokens is a stretch of this: zeros, then ones."""
+_STEP_BIG_ENDIAN = np.frombuffer(_STEP, dtype=np.float32).astype(">f4")
 
 
 @dataclass(eq=False)
@@ -43,13 +44,14 @@ class Link:
 
 @dataclass
 class Joined:
-    """The columns of several calls, one after another and big-endian, as they are hashed: one conversion for all.
+    """The columns of several calls, one after another; ids and log-probs big-endian, as they are hashed.
 
-    Converting call by call took longer than hashing: it is fresh memory that costs, and this is turned back in place.
+    One conversion for all: call by call took longer than hashing. It is fresh memory that costs, and this is turned
+    back in place. A mask is almost always a stretch of `_STEP_BIG_ENDIAN`, so masks are not converted at all.
     """
 
     ids: np.ndarray  # >u8
-    mask: np.ndarray  # >f4
+    mask: np.ndarray  # float32
     logprobs: np.ndarray  # >f4
 
     @classmethod
@@ -60,17 +62,16 @@ class Joined:
             link.start, end = end, end + link.ids.size
         return cls(
             np.concatenate([link.ids for link in links], dtype=">u8"),
-            np.concatenate([link.mask for link in links], dtype=">f4"),
+            np.concatenate([link.mask for link in links]),
             np.concatenate([link.logprobs for link in links], dtype=">f4"),
         )
 
     def into_native(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The three columns in the machine's byte order, in the same memory."""
-        ids_T, mask_T, logprobs_T = (
-            column.byteswap(inplace=True).view(column.dtype.newbyteorder())
-            for column in (self.ids, self.mask, self.logprobs)
+        ids_T, logprobs_T = (
+            column.byteswap(inplace=True).view(column.dtype.newbyteorder()) for column in (self.ids, self.logprobs)
         )
-        return ids_T, mask_T, logprobs_T
+        return ids_T, self.mask, logprobs_T
 
 
 def reject(cause: Cause, call_id: str | None, detail: str, position: int | None = None) -> NoReturn:
@@ -119,7 +120,7 @@ def check_digest(link: Link, joined: Joined) -> None:
             cum_len=staged.cum_len,
             weight_version=staged.weight_version,
             ids_be_T=joined.ids[span],
-            mask_be_T=joined.mask[span],
+            mask_be_T=_big_endian_mask(link),
             logprobs_be_T=joined.logprobs[span],
             extras_digest=staged.extras_digest,
             chain_hash=staged.chain_hash,
@@ -130,6 +131,13 @@ def check_digest(link: Link, joined: Joined) -> None:
     if digest != staged.digest:
         detail = f"contents give {digest}, the staged call says {staged.digest}"
         reject(Cause.CORRUPT_DIGEST, staged.model_call_id, detail)
+
+
+def _big_endian_mask(link: Link) -> np.ndarray:
+    """The mask of a link, >f4[T]."""
+    if link.carry is None:
+        return big_endian(link.mask)
+    return _STEP_BIG_ENDIAN[_WINDOW - link.carry :][: link.mask.size]
 
 
 def _plain_carry(mask_T: np.ndarray, logprobs_T: np.ndarray) -> int | None:

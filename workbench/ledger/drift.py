@@ -9,13 +9,13 @@ takes the tokens that a ledger never sees (`workbench.runs.drift`).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from workbench.ledger.differences import Difference, first_difference
-from workbench.ledger.items import CallItems, ItemDigest, histories
+from workbench.ledger.items import CallItems, ItemDigest
+from workbench.ledger.relatives import history, shared_items
 from workbench.wire import Cause
 from workbench.wire.fingerprints import REQUEST_ENVELOPE_ROLE
 
@@ -82,16 +82,13 @@ def diagnose_drift(
 
 
 def _nearest(recorded: Sequence[CallItems], came: list[ItemDigest]) -> tuple[CallItems, list[ItemDigest]] | None:
-    whole = histories(recorded)
-    there = Counter(item.digest for item in came)
-    best: tuple[tuple[int, int, int], CallItems] | None = None
-    for order, call in enumerate(recorded):
-        expected = whole[call.model_call_id]
-        shared = sum((Counter(item.digest for item in expected) & there).values())
-        rank = (_shared_prefix(expected, came), shared, order)
-        if shared and (best is None or rank > best[0]):
-            best = (rank, call)
-    return None if best is None else (best[1], whole[best[1].model_call_id])
+    ranks = shared_items(recorded, [item.digest for item in came])
+    best = max(
+        (order for order, (_, shared) in enumerate(ranks) if shared),
+        key=lambda order: (*ranks[order], order),
+        default=None,
+    )
+    return None if best is None else (recorded[best], history(recorded, best))
 
 
 def _shared_prefix(expected: list[ItemDigest], came: list[ItemDigest]) -> int:

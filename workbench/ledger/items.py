@@ -155,15 +155,6 @@ def read_items(path: Path) -> list[CallItems]:
     return calls
 
 
-def histories(calls: Sequence[CallItems]) -> dict[str, list[ItemDigest]]:
-    """Call id → its whole request and response. A parent stands before its children, as it was served before them."""
-    whole: dict[str, list[ItemDigest]] = {}
-    for call in calls:
-        before = whole.get(call.parent, [])[: call.skip] if call.parent else []
-        whole[call.model_call_id] = [*before, *call.items]
-    return whole
-
-
 def _visible_text(content: Any) -> str:
     if isinstance(content, str):
         return content

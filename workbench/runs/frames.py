@@ -90,7 +90,9 @@ def frame_of(table: str, rows: Sequence[dict[str, Any]]) -> pl.DataFrame:
     dtypes = polars_dtypes(table)
     columns: dict[str, pl.Series] = {}
     for name, dtype in dtypes.items():
-        values = [_plain(row.get(name)) for row in rows]
+        values = [row.get(name) for row in rows]
+        if any(issubclass(kind, dict) for kind in set(map(type, values))):
+            values = [_plain(value) for value in values]
         try:
             columns[name] = pl.Series(name, values, dtype=dtype, strict=False)
         except (TypeError, ValueError, pl.exceptions.PolarsError) as error:

@@ -161,9 +161,10 @@ class Run:
     @property
     def events(self) -> pl.DataFrame:
         """One row an event: `at` (Unix time, s), `kind`, and the event's own fields as JSON text."""
+        name = self.name
         rows = [
             {
-                "run": self.name,
+                "run": name,
                 "at": event.get("at"),
                 "kind": event.get("kind"),
                 "fields": orjson.dumps({k: v for k, v in event.items() if k not in ("at", "kind")}).decode(),
@@ -283,10 +284,12 @@ class Run:
         return state, status.get("error")
 
     def _build_steps(self) -> pl.DataFrame:
-        return frames.frame_of("steps", [{"run": self.name, **row} for row in self._lines("steps")])
+        name = self.name  # read once, not once a row
+        return frames.frame_of("steps", [{"run": name, **row} for row in self._lines("steps")])
 
     def _build_groups(self) -> pl.DataFrame:
-        return frames.frame_of("groups", [{"run": self.name, **row} for row in self._lines("groups")])
+        name = self.name  # read once, not once a row
+        return frames.frame_of("groups", [{"run": name, **row} for row in self._lines("groups")])
 
     def _build_rollouts(self) -> pl.DataFrame:
         step_of = {row["group_id"]: row.get("step") for row in self._lines("groups")}
@@ -307,9 +310,9 @@ class Run:
         for row in self._gathered["calls"].read(self._parts("calls")).to_dicts():
             stored.setdefault(row["rollout_id"], {})[row["model_call_id"]] = row
         recorded = recorded_calls(self.path / "ledger")
-        group_of = self._groups_of_rollouts()
+        group_of, name = self._groups_of_rollouts(), self.name
         rows = [
-            call | {"run": self.name, "group_id": call.get("group_id") or group_of.get(rollout_id)}
+            call | {"run": name, "group_id": call.get("group_id") or group_of.get(rollout_id)}
             for rollout_id in sorted(recorded.keys() | stored.keys())
             for call in known_calls(recorded.get(rollout_id, []), stored.get(rollout_id, {}))
         ]

@@ -28,7 +28,7 @@ from workbench.wire.encoding import (
     text,
     token_array,
 )
-from workbench.wire.extras import EXTRAS_DIGEST_VERSION
+from workbench.wire.extras import EMPTY_EXTRAS_DIGEST, EXTRAS_DIGEST_VERSION
 
 SCHEMA_VERSION: Final = 2
 DIGEST_VERSION: Final = 2
@@ -37,6 +37,8 @@ _PREFIX_DOMAIN = b"nemo-gym-staging-prefix-v2"
 _CHAIN_DOMAIN = b"nemo-gym-staging-chain-v1"
 _CALL_DOMAIN = b"nemo-gym-staging-call-v2"
 _VERSION_BYTES = bytes((SCHEMA_VERSION, DIGEST_VERSION, EXTRAS_DIGEST_VERSION))
+_MODES = {mode: text(mode) for mode in ("text", "token_in")}
+_NO_EXTRAS = bytes.fromhex(EMPTY_EXTRAS_DIGEST)
 _COUNT = struct.Struct(">Q")
 _COLUMN_HEAD = struct.Struct(">QQ")
 _LENGTHS = struct.Struct(">QQQQ")
@@ -217,14 +219,15 @@ def hash_call_columns(
     cumulative_hash: str,
 ) -> str:
     """Digest of columns that are checked and big-endian already (`>u8`, `>f4`, `>f4`); lengths are checked here."""
-    check_sizes(delta_len, ids_be_T, mask_be_T, logprobs_be_T, f"call {rollout_id}/{model_call_id}")
+    if not ids_be_T.size == mask_be_T.size == logprobs_be_T.size == delta_len:  # asked here: naming the call takes time
+        check_sizes(delta_len, ids_be_T, mask_be_T, logprobs_be_T, f"call {rollout_id}/{model_call_id}")
     parts = (
         _CALL_DOMAIN,
         _VERSION_BYTES,
         text(rollout_id, "rollout_id"),
         text(model_call_id, "model_call_id"),
         b"\x00" if parent_call_id is None else b"\x01" + text(parent_call_id, "parent_call_id"),
-        text(mode, "mode"),
+        _MODES.get(mode) or text(mode, "mode"),
         _lengths(prev_len, delta_len, cum_len, weight_version),
         _COLUMN_HEAD.pack(8 + ids_be_T.nbytes, delta_len),
         ids_be_T.data,
@@ -232,7 +235,7 @@ def hash_call_columns(
         mask_be_T.data,
         _COLUMN_HEAD.pack(8 + logprobs_be_T.nbytes, delta_len),
         logprobs_be_T.data,
-        digest_bytes(extras_digest, "extras_digest"),
+        _NO_EXTRAS if extras_digest == EMPTY_EXTRAS_DIGEST else digest_bytes(extras_digest, "extras_digest"),
         b"\x01",
         digest_bytes(chain_hash, "chain_hash"),
         b"\x01",

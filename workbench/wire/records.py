@@ -25,6 +25,7 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    PlainValidator,
     StrictFloat,
     StrictInt,
     StrictStr,
@@ -50,9 +51,19 @@ Digest = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{64}$")]
 Mode = Literal["text", "token_in"]
 Selection = Literal["declared", "response_id", "content", "heuristic"]
 Ids = Annotated[np.ndarray, BeforeValidator(token_array), PlainSerializer(lambda a: a.tolist(), when_used="json")]
+
+IdList = Annotated[list[int], PlainValidator(lambda values: _id_list(values))]
 Float32s = Annotated[
     np.ndarray, BeforeValidator(float32_array), PlainSerializer(lambda a: a.tolist(), when_used="json")
 ]
+
+
+def _id_list(values: Any) -> list[int]:
+    # Checked as one column: asking pydantic about every id took longer than all else that capture does with it.
+    if not isinstance(values, (list, tuple, np.ndarray)):
+        raise WireError(f"token ids must be a list, got {type(values).__name__}")
+    ids: list[int] = token_array(values).tolist()
+    return ids
 
 
 def check_rollout_id(rollout_id: str) -> str:
@@ -96,7 +107,7 @@ class CaptureAdmission(WireRecord):
     parent_call_id: Identifier | None = None
     prev_len: Count = 0
     mode: Mode
-    required_prefix_token_ids: list[Count] = Field(default_factory=list)
+    required_prefix_token_ids: IdList = Field(default_factory=list)
     staging_chain: list[Identifier] = Field(default_factory=list)
     parent_chain_hash: Digest | None = None
 
