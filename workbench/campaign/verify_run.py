@@ -343,8 +343,8 @@ def _verify_training(run_dir: Path, report: VerifyReport) -> None:
             continue
         for group_id, count in Counter(record["group_id"] for record in trained).items():
             if count != stored[group_id]:
-                what = f"{count} records of group {group_id}, which has {stored[group_id]} rows"
-                report.differs(file, None, None, what)
+                amount = f"{count} records of group {group_id}, which has {stored[group_id]} rows"
+                report.differs(file, None, None, amount)
         for record in trained:
             row = rows.get(record["rollout_id"])
             what = "there is no such row" if row is None else _training_fault(record, row)
