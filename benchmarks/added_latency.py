@@ -26,6 +26,7 @@ from workbench.config import load_recipe
 from workbench.demo.bench import open_bench
 
 ROLLOUTS, TURNS = 15, 4
+SIZES = (4, 8, 16, 32)
 LINE = {"text": "Guess: 12"}
 NOTE = (
     "One more HTTP exchange in Python, to the worker, about as long as the straight call, and three fsyncs one after "
@@ -55,16 +56,18 @@ async def with_transfer_queue(folder: Path) -> AsyncIterator[tuple[str, str, str
 @contextlib.asynccontextmanager
 async def without_transfer_queue(folder: Path) -> AsyncIterator[tuple[str, str, str]]:
     """The same of a bench in this process."""
-    async with open_bench([LINE], path=folder / "bench") as bench:
+    async with open_bench([LINE], path=folder / "bench", max_model_len=4_096) as bench:
         yield bench.url, bench.worker.url, bench.worker._token
 
 
-async def conversation(client: httpx.AsyncClient, name: str, road: tuple[str, str, str]) -> list[tuple[float, float]]:
+async def conversation(
+    client: httpx.AsyncClient, name: str, road: tuple[str, str, str], turns: int = TURNS
+) -> list[tuple[float, float]]:
     """One rollout; for each call after its first the seconds through the gateway and straight to the worker."""
     gateway, worker, token = road
     messages: list[dict[str, Any]] = [{"role": "user", "content": "A number from 1 to 20?"}]
     took = []
-    for turn in range(TURNS):
+    for turn in range(turns):
         body = {"model": "policy", "messages": messages}
         began = time.perf_counter()
         answer = await client.post(f"{gateway}/ng-rollout/{name}/v1/chat/completions", json=body)
@@ -90,6 +93,19 @@ async def compared(road: tuple[str, str, str]) -> np.ndarray:
     return np.array([pair for rollout in rollouts for pair in rollout])
 
 
+async def growing(road: tuple[str, str, str]) -> Growth:
+    """What a call takes more through the gateway, the more calls its conversation has before it."""
+    async with httpx.AsyncClient(timeout=60.0, trust_env=False) as client:
+        last = max(SIZES)
+        rollouts = [await conversation(client, f"long.0.{number}.0", road, last + 1) for number in range(7)]
+    added = np.array([[through - straight for through, straight in rollout] for rollout in rollouts])
+    # Every size with the calls around it: one alone is a single sample a rollout.
+    seconds = [float(np.median(added[:, max(0, size - 3) : size])) for size in SIZES]
+    note = "Three fsyncs and an exchange do not grow; the request's items and the row's staging keys do."
+    name = "latency added to a call, without TransferQueue"
+    return Growth(name, "calls before it", [float(size) for size in SIZES], seconds, note=note)
+
+
 async def _both() -> list[Figure | Growth]:
     figures: list[Figure | Growth] = []
     for where, opened, bound in (
@@ -101,11 +117,13 @@ async def _both() -> list[Figure | Growth]:
             try:
                 async with opened(Path(scratch)) as road:
                     pairs = await compared(road)
+                    grown = [await growing(road)] if opened is without_transfer_queue else []
             except Exception as error:  # one road that cannot be had must not hide the other
                 figures.append(unmeasured(name, "ms", f"{type(error).__name__}: {error}", at_most=bound))
                 continue
         figures.append(median(name, pairs[:, 0] - pairs[:, 1], "ms", 1e3, at_most=bound, note=NOTE))
         figures.append(median(f"the same call straight to the worker, {where}", pairs[:, 1], "ms", 1e3))
+        figures += grown
     return figures
 
 

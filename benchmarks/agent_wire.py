@@ -18,6 +18,7 @@ from workbench.echo.client import EchoClient
 from workbench.serving.sampling import SamplingPins
 
 ROLLOUTS, TURNS = 4, 6
+SIZES = (2, 4, 8, 16)
 LINES = [
     {"text": "I look at the range first and halve it each time. Guess: 10"},
     {"text": "Higher, so it lies between eleven and twenty. Guess: 15"},
@@ -41,11 +42,11 @@ class CountedBytes:
         self.ids += answer.count(b'token_ids"')
 
 
-async def play(create: Callable[..., Any], number: int) -> int:
+async def play(create: Callable[..., Any], number: int, turns: int = TURNS) -> int:
     """One conversation; returns the tokens that were sampled."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"Task {number}: a number from 1 to 20?"}]
     sampled = 0
-    for _ in range(TURNS):
+    for _ in range(turns):
         answer = await create(model="policy", messages=messages, max_tokens=64)
         sampled += answer.usage.completion_tokens
         said = answer.choices[0].message.content
@@ -53,15 +54,15 @@ async def play(create: Callable[..., Any], number: int) -> int:
     return sampled
 
 
-async def arm(bench: Bench, *, echo: bool) -> tuple[float, int]:
+async def arm(bench: Bench, *, echo: bool, turns: int = TURNS) -> tuple[float, int]:
     """Bytes per trained token of one arm, and how many bodies held token ids."""
     counted, sampled = CountedBytes(), 0
     for number in range(ROLLOUTS):
-        url = f"{bench.worker.url}/v1" if echo else f"{bench.url}/ng-rollout/wire.0.{number}.0/v1"
+        url = f"{bench.worker.url}/v1" if echo else f"{bench.url}/ng-rollout/wire{turns}.0.{number}.0/v1"
         client = openai.AsyncOpenAI(base_url=url, api_key=bench.worker._token, max_retries=0, http_client=counted.http)
-        pins, rollout_id = SamplingPins(max_tokens=64), f"wire.0.{number}.0"
+        pins, rollout_id = SamplingPins(max_tokens=64), f"wire{turns}.0.{number}.0"
         asked: Any = EchoClient(client, pins, lambda: 0, rollout_id) if echo else client
-        sampled += await play(asked.chat.completions.create, number)
+        sampled += await play(asked.chat.completions.create, number, turns)
     await counted.http.aclose()
     return counted.count / sampled, counted.ids
 
@@ -70,12 +71,24 @@ async def _both() -> list[Figure | Growth]:
     async with open_bench(LINES, max_model_len=2_048) as bench:
         echoed, _ = await arm(bench, echo=True)
         captured, ids = await arm(bench, echo=False)
+        grown = {echo: [(await arm(bench, echo=echo, turns=turns))[0] for turns in SIZES] for echo in (True, False)}
     note = f"{ROLLOUTS} conversations of {TURNS} turns"
     return [
         Figure("agent's wire, token-echo arm", echoed, "bytes a trained token", note=note),
         Figure("agent's wire, capture arm", captured, "bytes a trained token", note=note),
         Figure("agent's wire, capture arm: bodies with token ids", float(ids), "bodies", at_most=0.0),
         Figure("agent's wire: echo arm over capture arm", echoed / captured, "×"),
+        *(
+            Growth(
+                f"agent's wire, {'token-echo' if echo else 'capture'} arm",
+                "turns of a conversation",
+                [float(turns) for turns in SIZES],
+                grown[echo],
+                note="Every request holds the whole conversation, so bytes a token grow with the number of turns.",
+                unit="bytes a trained token",
+            )
+            for echo in (True, False)
+        ),
     ]
 
 

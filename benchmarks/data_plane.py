@@ -95,11 +95,23 @@ async def reads() -> list[Figure | Growth]:
             together.append(middle - began)
             apart.append(time.perf_counter() - middle)
     await source.clear(keys)
+    grown = []
+    for size in SIZES:
+        more, calls = group(f"read{size}", size)
+        await stage(calls)
+        took = []
+        for _ in range(ROUNDS + 1):
+            began = time.perf_counter()
+            await source.fetch(more.staging_keys())
+            took.append(time.perf_counter() - began)
+        grown.append(min(took))
+        await source.clear(more.staging_keys())
     name = f"staging read of a group of {ROLLOUTS} × {CALLS} calls"
     return [
         ratio(f"{name}: one read a rollout over one read", np.array(apart), np.array(together), at_least=5.0),
         median(f"{name}: one read", together, "ms", 1e3),
         median("staging one call: a put, acknowledged", puts, "ms", 1e3),
+        Growth("one staging read of a group", "calls in the group", [float(CALLS * size) for size in SIZES], grown),
     ]
 
 

@@ -45,17 +45,19 @@ def journal(path: Path, row: dict[str, object]) -> Sampler:
 
 
 def record(directory: Path) -> Sampler:
-    """`LedgerStore.record` of one more call of a conversation of few items."""
+    """`LedgerStore.record` of one more call of one chain, each of few items; its row names the chain's staging keys."""
     store = LedgerStore(directory)
     requests, responses = inputs.conversation(2)
     numbers = itertools.count()
+    keys: list[str] = []
 
     def append() -> float:
-        made = CallRecord.model_validate({**inputs.custody_record(next(numbers)), **_ROOT})
+        made = CallRecord.model_validate(inputs.custody_record(next(numbers)))
+        keys.append(made.staging_key)
         commit = RolloutCommit(
             rollout_id=inputs.ROLLOUT,
             record=made,
-            staging_chain=[made.staging_key],
+            staging_chain=list(keys),
             request_items=requests[0],
             response_items=responses[0],
         )
@@ -111,6 +113,13 @@ def measure() -> list[Figure | Growth]:
             seconds.append(sorted(append() for _ in range(50))[25])
             there += 50
     figures.append(
-        Growth("commit of one call", "rows in the ledger", [float(rows) for rows in ROWS], seconds, note="Flat.")
+        Growth(
+            "commit of one call",
+            "calls of the chain before it",
+            [float(rows) for rows in ROWS],
+            seconds,
+            note="A row names the staging keys of its whole chain, by contract: 20 to 30 bytes a call before it. The "
+            "number of rows does not enter.",
+        )
     )
     return figures

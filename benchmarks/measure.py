@@ -50,7 +50,10 @@ class Figure:
 
 @dataclass
 class Growth:
-    """Seconds at several sizes, and the exponent e of seconds ~ size^e, fitted by least squares in logarithms."""
+    """Seconds at several sizes, and the exponent e of seconds ~ size^e, fitted by least squares in logarithms.
+
+    What is measured may be in another `unit`; the field keeps its name.
+    """
 
     name: str
     of: str
@@ -58,6 +61,7 @@ class Growth:
     seconds: list[float]
     exponent: float = field(init=False)
     note: str = ""
+    unit: str = "s"
     kind: Literal["growth"] = "growth"
 
     def __post_init__(self) -> None:

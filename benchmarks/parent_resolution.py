@@ -14,7 +14,8 @@ from typing import Any
 from benchmarks import inputs
 from benchmarks.measure import Figure, Growth, Sampler, alternate, in_memory, median, processor, timed, wall
 from benchmarks.reference import against_reference
-from workbench.ledger import LedgerStore
+from workbench.ledger import LedgerStore, diagnose_drift
+from workbench.ledger.items import CallItems
 from workbench.ledger.journal import encode_line
 from workbench.ledger.rows import custody_row
 from workbench.wire import CallRecord, RolloutCommit, assistant_fingerprint, conversation_digest
@@ -78,6 +79,25 @@ def look_up(rows: int, directory: Path) -> tuple[Callable[[], Any], Callable[[],
     return lambda: store.resolve(f"{inputs.ROLLOUT}.{rows}", asked), hashing
 
 
+def diagnosis(calls: int) -> Callable[[], Any]:
+    """Say what is wrong with a request that holds the whole conversation but for a change in its middle."""
+    requests, responses = inputs.conversation(calls)
+    recorded = [
+        CallItems.of(
+            f"c{number}",
+            request,
+            response,
+            parent=f"c{number - 1}" if number else None,
+            skip=len(requests[number - 1]) if number else 0,
+        )
+        for number, (request, response) in enumerate(zip(requests, responses, strict=True))
+    ]
+    asked = list(requests[-1])
+    asked[calls] = {**asked[calls], "content": "something else"}
+    assert diagnose_drift(recorded, asked).position == calls
+    return lambda: diagnose_drift(recorded, asked)
+
+
 _ROOT = {"parent_call_id": None, "prev_len": 0, "cum_len": 1_000, "mode": "text"}
 
 
@@ -106,6 +126,16 @@ def measure() -> list[Figure | Growth]:
             [float(rows) for rows in ROWS],
             [max(float(sorted(values)[len(values) // 2]), 1e-9) for values in beside],
             note="Flat: the number of rows does not enter.",
+        )
+    )
+    diagnosing = alternate({str(calls): timed(diagnosis(calls)) for calls in SIZES}, rounds=5)
+    figures.append(
+        Growth(
+            "diagnosis of a request that continues no call",
+            "calls of the rollout",
+            [float(calls) for calls in SIZES],
+            [float(min(diagnosing[str(calls)])) for calls in SIZES],
+            note="Most of it are the digests of the request's own items, two a call.",
         )
     )
     grown = alternate({str(calls): rollout(calls, recording=False) for calls in SIZES}, rounds=3)

@@ -65,8 +65,8 @@ def table(questions: Iterable[Question]) -> str:
 def growth_table(questions: Iterable[Question]) -> str:
     """The growth curves of some questions as one Markdown table."""
     rows = [
-        f"| {one['name']} | {one['of']} | {_span(one['sizes'])} | {_duration(one['seconds'][0])} to "
-        f"{_duration(one['seconds'][-1])} | {one['exponent']:.2f} | {one['note']} |\n"
+        f"| {one['name']} | {one['of']} | {_span(one['sizes'])} | {_amount(one, 0)} to {_amount(one, -1)} | "
+        f"{one['exponent']:.2f} | {one['note']} |\n"
         for question in questions
         for one in _growths(question)
     ]
@@ -87,11 +87,12 @@ def draw(questions: Iterable[Question]) -> Any:
         sizes, seconds = one["sizes"], one["seconds"]
         middle = math.exp(sum(map(math.log, sizes)) / len(sizes)), math.exp(sum(map(math.log, seconds)) / len(seconds))
         fitted = [middle[1] * (size / middle[0]) ** one["exponent"] for size in sizes]
-        axes.loglog(sizes, [1e3 * value for value in fitted], color="0.7", linewidth=1)
-        axes.loglog(sizes, [1e3 * value for value in seconds], "o", color="#1f5fa8", markersize=5)
+        scale, unit = (1e3, "ms") if one.get("unit", "s") == "s" else (1, one["unit"])
+        axes.loglog(sizes, [scale * value for value in fitted], color="0.7", linewidth=1)
+        axes.loglog(sizes, [scale * value for value in seconds], "o", color="#1f5fa8", markersize=5)
         axes.set_title(f"{one['name']}\nexponent {one['exponent']:.2f}", fontsize=9, loc="left")
         axes.set_xlabel(one["of"], fontsize=8)
-        axes.set_ylabel("ms", fontsize=8)
+        axes.set_ylabel(unit, fontsize=8)
         axes.tick_params(labelsize=7)
         axes.margins(y=0.4)
     drawn = io.BytesIO()
@@ -151,6 +152,11 @@ def _row(one: Figure) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1_000 else f"{value:.3g}"
+
+
+def _amount(growth: dict[str, Any], place: int) -> str:
+    value, unit = growth["seconds"][place], growth.get("unit", "s")
+    return _duration(value) if unit == "s" else f"{_number(value)} {unit}"
 
 
 def _duration(seconds: float) -> str:

@@ -88,7 +88,9 @@ def write_part(path: Path, table: str, columns: Mapping[str, Sequence[Any]]) -> 
         raise RunStoreError(f"part {path.name} of table {table} does not fit its columns: {error}") from error
     with atomic_file(path) as handle:
         # With checksums a flipped bit is found where nothing else is recomputed from the values, and before decoding.
-        pq.write_table(part, handle, compression=schema.compression(table), write_page_checksum=True)
+        # Without dictionaries, which are a page more for every column: a part has too few rows for them to pay.
+        codecs = schema.compression(table)
+        pq.write_table(part, handle, compression=codecs, use_dictionary=False, write_page_checksum=True)
 
 
 def write_lines(path: Path, rows: Sequence[Any]) -> None:
