@@ -131,6 +131,12 @@ def verdict_on(mutant: Mutant) -> tuple[bool, str]:
 
 
 def main(which: str) -> int:
+    if not any(which in mutant.file for mutant in MUTANTS):
+        print(
+            f"mutants: no file has {which!r} in its path; there are {sorted({m.file for m in MUTANTS})}",
+            file=sys.stderr,
+        )
+        return 2
     survivors = 0
     for mutant in MUTANTS:
         if which in mutant.file:

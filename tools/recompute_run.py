@@ -245,6 +245,8 @@ def main() -> int:
     parser.add_argument("run", type=Path, help="directory of a run")
     parser.add_argument("--model", type=Path, default=None, help="folder of the model that the run started from")
     asked = parser.parse_args()
+    if not (asked.run / "recipe.yaml").is_file():
+        parser.error(f"no run in {asked.run}: expected a directory such as reports/first, with a recipe.yaml")
     result = recompute(asked.run, asked.model)
     for what, bound in BOUNDS.items():
         print(f"{what:24} {result.count[what]:7} values, largest difference {result.worst[what]:.2e} (bound {bound:g})")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -62,7 +63,12 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     command = sbatch(asked, recipe.name, nodes)
     print(shlex.join(command), flush=True)
-    return 0 if asked.dry_run else subprocess.run(command, check=False).returncode
+    if asked.dry_run:
+        return 0
+    if shutil.which(command[0]) is None:
+        print("submit: no sbatch on this machine; run this where Slurm is, or add --dry-run", file=sys.stderr)
+        return 2
+    return subprocess.run(command, check=False).returncode
 
 
 def sbatch(asked: argparse.Namespace, name: str, nodes: int) -> list[str]:

@@ -202,7 +202,7 @@ def test_a_directory_that_is_another_one_on_the_node_is_noticed(looked, tmp_path
     assert "is not seen here" in _lack(here, here, tmp_path, tmp_path / "not here", "word")
 
 
-def submit(*arguments: str) -> subprocess.CompletedProcess[str]:
+def submit(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     root = str(SUBMIT.parents[2])
     path = os.pathsep.join([root, *filter(None, sys.path)])
     return subprocess.run(
@@ -211,7 +211,7 @@ def submit(*arguments: str) -> subprocess.CompletedProcess[str]:
         text=True,
         check=False,
         timeout=60,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, **environment},
     )
 
 
@@ -232,5 +232,9 @@ def test_the_slurm_launcher_refuses_what_the_job_would_end_with():
     assert (done.returncode, done.stdout) == (2, "") and "--gpus-per-node: gpu_1n8g takes 8 GPUs" in done.stderr
     few = submit("nano_swe_6n", "--gpus-per-node", "8", "--nodes", "5", "--dry-run")
     assert few.returncode == 2 and "takes 48 GPUs; 5 nodes have fewer" in few.stderr
+    nowhere = submit("ray_2node", PATH="")
+    assert nowhere.returncode == 2 and nowhere.stderr == (
+        "submit: no sbatch on this machine; run this where Slurm is, or add --dry-run\n"
+    )
     wrong = submit("ray_2node", "train.stps=3", "--dry-run")
     assert wrong.returncode == 2 and "did you mean train.steps?" in wrong.stderr and wrong.stderr.count("\n") == 1

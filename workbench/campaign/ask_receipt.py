@@ -51,9 +51,9 @@ def ask_receipt(
     checked_group(asked)
     try:
         answer = ask(desk, asked.model_dump(), timeout_s)
-    except ConnectionError as error:
+    except ConnectionError:
         raise ComponentDied(
-            f"The server of run {run.name} is gone ({error}), and with it the tokens of rollouts that had no receipt. "
+            f"The server of run {run.name} is gone, and with it the tokens of rollouts that had no receipt. "
             f"What was recorded of their calls: workbench inspect {run_dir}"
         ) from None
     return [Verdict.model_validate(verdict) for verdict in answer["verdicts"]]
