@@ -138,6 +138,12 @@ def swap_groups(run, step, group_id):
         ),
         (lambda run: (run / "train/step-1.parquet").write_bytes(b"PAR1"), "step-1.parquet is not a readable part"),
         (lambda run: (run / "events.jsonl").write_bytes(b"{\n{}\n"), "events.jsonl, line 1 is not JSON"),
+        (
+            lambda run: (run / "events.jsonl").write_text(
+                '{"kind": "group_started", "group_id": "g00009", "rollout_ids": ["not-of-a-campaign"]}\n'
+            ),
+            "group g00009 was started with the rollout id 'not-of-a-campaign'; nobody can say where this run stood",
+        ),
     ],
 )
 def test_a_damaged_run_is_not_gone_on_with(run, damage, message):

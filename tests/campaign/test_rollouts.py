@@ -113,3 +113,34 @@ async def test_a_reward_that_is_none_costs_its_rollout_the_vote_and_not_the_run(
     assert says in outcome.detail
     assert outcome.receipt is not None
     assert outcome.receipt.failure_reason == "rollout_failed"
+
+
+@pytest.mark.parametrize("make", [captured, echoed])
+@pytest.mark.parametrize(
+    ("run", "timeout_s", "says"),
+    [
+        (lambda client: asyncio.Event().wait(), 0.5, "the agent did not finish within rollouts.timeout_s=0.5"),
+        (
+            lambda client: client.chat.completions.create(model="policy", messages=[]),
+            60.0,
+            "the agent's call failed: API",
+        ),
+        (lambda client: asyncio.to_thread(int, "x"), 60.0, "the agent raised ValueError: invalid literal"),
+    ],
+)
+async def test_an_agent_that_fails_costs_its_rollout_the_vote_and_not_the_run(
+    make: Callable[..., AgentRunner],
+    run: Callable[[Any], Any],
+    timeout_s: float,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def played(self: Scoring, client: Any, model: str, task: Task, rng: Any) -> AgentResult:
+        return await run(client)
+
+    monkeypatch.setattr(Scoring, "run", played)
+    player = make(Reward(1.0, {}), timeout_s=timeout_s)
+    outcome = await player.play(PLAN)
+    await player.close()
+    assert (outcome.failure, outcome.reward) == (Cause.ROLLOUT_FAILED, 0.0)
+    assert outcome.detail is not None and outcome.detail.startswith(says)

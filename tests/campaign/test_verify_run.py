@@ -145,6 +145,32 @@ def test_a_cell_that_cannot_be_read_is_named_and_no_exception(run_dir, part, col
     assert f"{part}/g00000.parquet" in {difference.file for difference in report.differences}, str(report)
 
 
+def lose_a_row(rows):
+    del rows[0]
+
+
+def say_one_twice(rows):
+    rows.append({**rows[0]})
+
+
+def name_another(rows):
+    rows[0]["rollout_id"] = "stored.9.9.9"
+
+
+@pytest.mark.parametrize("part", ["calls/g00000.parquet", "rows/g00000.parquet", "train/step-1.parquet"])
+@pytest.mark.parametrize("change", [lose_a_row, say_one_twice, name_another])
+def test_a_row_that_was_removed_added_or_given_to_another_rollout_is_found(run_dir, part, change):
+    change_part(run_dir / part, part.partition("/")[0], change)
+    report = verify_run(run_dir)
+    assert part in {difference.file for difference in report.differences}, str(report)
+
+
+def test_a_ledger_that_cannot_be_read_is_named(run_dir):
+    path = sorted((run_dir / "ledger").glob("*.lineage.jsonl"))[0]
+    path.write_bytes(b"{torn\n" + path.read_bytes())
+    assert {difference.file for difference in verify_run(run_dir).differences} == {f"ledger/{path.name}"}
+
+
 def test_one_changed_token_of_a_side_branch_is_found(run_dir):
     def change(rows):
         row = next(r for r in rows if r["rollout_id"] == "stored.0.2.0" and r["on_chain"] is False)

@@ -93,3 +93,25 @@ async def test_the_control_plane_answers_its_own_machine_unless_told_otherwise(
     await gateway.close()
     assert answer.status_code == expected
     assert (tmp_path / "r.frozen").exists() is (expected == 200)
+
+
+@pytest.mark.parametrize(
+    ("action", "body", "says"),
+    [
+        ("freeze", b"{torn", "The body is no JSON"),
+        ("freeze", b"[]", "Expected a JSON object with no other fields than"),
+        ("freeze", b'{"reward": 1}', "Expected a JSON object with no other fields than"),
+        ("freeze", b'{"response": "resp-1"}', "`response` must be the scored object, or null"),
+        ("freeze", b'{"terminal_response_id": 5}', "`terminal_response_id` must be a string, or null"),
+        ("seal", b'{"reward": true}', "`reward` must be a number, got True"),
+        ("seal", b'{"failure_reason": 5}', "`failure_reason` must be a string, or null"),
+        ("seal", b'{"on_no_witness": "guess"}', "`on_no_witness` must be 'mask' or 'heuristic'"),
+    ],
+)
+async def test_a_wrong_control_call_is_refused_in_words_and_closes_nothing(
+    stack: Stack, action: str, body: bytes, says: str
+) -> None:
+    url = f"{stack.url}/training-token-capture/control/rollouts/left.open/{action}"
+    answer = await stack.http.post(url, headers=TOKEN, content=body)
+    assert answer.status_code == 400 and says in answer.json()["error"]["message"]
+    assert (await stack.http.post(f"{stack.url}/ng-rollout/left.open/v1/responses", json=ASKS)).is_success

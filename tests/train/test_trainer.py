@@ -10,7 +10,7 @@ import pytest
 import torch
 from train.samples import MemoryRows, row, sample_rows
 
-from workbench.errors import ModelMissing, TrainerError
+from workbench.errors import ComponentDied, ModelMissing, TrainerError
 from workbench.runs import schema
 from workbench.train import Trainer
 from workbench.train.publish import published
@@ -145,6 +145,29 @@ def test_rows_are_cleared_only_after_their_part_is_on_disk(trainer, tmp_path):
     with pytest.raises(OSError):
         learner.train_step(1, keys_of(rows))
     assert len(learner.source.rows) == 8
+
+
+def test_rows_that_cannot_be_cleared_do_not_undo_a_step_that_is_stored(trainer, tmp_path, caplog):
+    rows = eight_rows()
+    learner = trainer(rows)
+
+    def refuse(keys):
+        raise ComponentDied("the data plane is gone")
+
+    learner.source.clear = refuse
+    assert learner.train_step(1, keys_of(rows))["optimizer_stepped"] == 1
+    assert (tmp_path / "train" / "step-1.parquet").exists()
+    assert "8 trained rows are not cleared, left to the sweeper: the data plane is gone" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gradient_that_is_no_number_stops_the_step_before_anything_changes(trainer, dtype):
+    learner = trainer(dtype=dtype)
+    next(learner.model.parameters()).register_hook(lambda gradient: gradient * float("inf"))
+    before = weights_of(learner).clone()
+    with pytest.raises(TrainerError, match=r"Step 1: the gradient norm is (nan|inf); no weight was changed"):
+        learner.step_on(1, eight_rows())
+    assert torch.equal(weights_of(learner), before)
 
 
 def test_shifted_log_probs_stop_the_step_before_anything_changes(trainer):

@@ -13,6 +13,7 @@ call that was already wrong when it was staged, and whose rollout was rejected f
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -202,6 +203,8 @@ class _Group:
         else:
             assembly = assemble_echo(request, stored_chains(echoed), bos)
         stored = {row["rollout_id"]: row for row in rows}
+        if len(stored) != len(rows):
+            self._differs(file, None, None, f"{len(rows)} rows are of {len(stored)} rollouts; expected one each")
         self.report.rollouts += len(rows)
         self.report.rows_valid += sum(row["sample_mask"] == 1 for row in rows)
         for now, outcome in zip(row_records(request, assembly), request.rollouts, strict=True):
@@ -323,12 +326,14 @@ def _first_difference(name: str, held_T: np.ndarray, found_T: np.ndarray) -> str
 
 
 def _verify_training(run_dir: Path, report: VerifyReport) -> None:
-    """The trainer's record of a row against the row: same rollout, same length, delta = trainer − sampler."""
+    """The trainer's record of a row against the row: same rollout, same length, delta = trainer − sampler; and each row
+    of a group once."""
     rows = {
         row["rollout_id"]: row
         for path in sorted((run_dir / "rows").glob("*.parquet"))
         for row in _readable(path, "rows")
     }
+    stored = Counter(row["group_id"] for row in rows.values())
     for path in sorted((run_dir / "train").glob("*.parquet")):
         file = f"train/{path.name}"
         try:
@@ -336,6 +341,10 @@ def _verify_training(run_dir: Path, report: VerifyReport) -> None:
         except RunStoreError as error:
             report.differs(file, None, None, str(error))
             continue
+        for group_id, count in Counter(record["group_id"] for record in trained).items():
+            if count != stored[group_id]:
+                amount = f"{count} records of group {group_id}, which has {stored[group_id]} rows"
+                report.differs(file, None, None, amount)
         for record in trained:
             row = rows.get(record["rollout_id"])
             what = "there is no such row" if row is None else _training_fault(record, row)
