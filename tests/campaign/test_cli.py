@@ -244,6 +244,15 @@ def test_a_folder_is_no_recipe_and_the_line_says_so(tmp_path):
     assert f"No recipe file '{tmp_path}' (that is a folder)" in workbench("run", str(tmp_path)).stderr
 
 
+def test_on_a_terminal_lines_break_between_words_and_hang(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    main(["run", "cpu_smoke", "--dry-run"], standalone_mode=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line for line in lines if line.startswith(" " * 13)], "continued lines hang below their text"
+
+
 def test_what_the_machine_says_of_a_file_is_one_line(monkeypatch, capsys, tmp_path):
     def full(folder):
         raise OSError(errno.ENOSPC, "No space left on device", str(folder))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from capture.splicing import Chat, parsed
 
 from workbench.capture.splice import mark_last_assistant_turn
 from workbench.errors import SpliceError
+from workbench.serving.scripted import ScriptedRenderer
 from workbench.wire import Cause
 
 USER = {"role": "user", "content": "hello there"}
@@ -189,3 +192,29 @@ async def test_a_word_of_the_templates_between_a_turns_text_and_its_sampled_end_
     assert await chat.child(cut, messages) == cut + chat.encode(
         "[over]<|im_end|>\n<|im_start|>user\nsay hello[over]<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("marked", "why"),
+    [
+        ({"prompt_token_ids": [1, 2]}, "gives ids instead of text"),
+        (ValueError("roles must alternate"), "refuses the marked conversation: roles must alternate"),
+        ({"prompt": "nothing of it"}, "does not render the last assistant turn"),
+    ],
+)
+async def test_a_rendering_without_a_boundary_is_a_failure_in_words_and_the_agent_is_served(
+    marked: Any, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = ScriptedRenderer.render_messages_async
+
+    async def render(self: ScriptedRenderer, messages: Any, params: Any) -> Any:
+        if "WBTEXT" not in str(messages):
+            return await real(self, messages, params)
+        if isinstance(marked, Exception):
+            raise marked
+        return messages, marked
+
+    monkeypatch.setattr(ScriptedRenderer, "render_messages_async", render)
+    chat = Chat("chatml")
+    failure = await chat.child([5, 6, 7], [USER, {"role": "assistant", "content": "Paris"}, NEXT])
+    assert failure[0] is Cause.SPLICE_BOUNDARY and why in failure[1]

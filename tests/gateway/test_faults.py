@@ -334,3 +334,41 @@ async def test_a_torn_last_line_is_dropped(suffix: str, tmp_path: Path) -> None:
             assert answer.status_code == 200, answer.text
         assert len(gateway.custodian.store.manifest("torn").records) == 3
         assert gateway.custodian.store.manifest("torn").failures == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_whose_row_cannot_be_written_is_not_let_go_as_if_it_were_recorded(
+    stream: bool, tmp_path: Path
+) -> None:
+    """A full disk, or a ledger's place that is taken: the agent hears of it, and nothing waits for the call."""
+
+    def answered() -> Response:
+        (tmp_path / "r.lineage.jsonl").mkdir()
+        if stream:
+            return stream_of(chunk("said"), chunk(finish="stop"), b"data: [DONE]\n\n")()
+        return JSONResponse(ANSWER)
+
+    worker = Worker(answered, staged)
+    async with asking(worker, tmp_path) as (ask, _):
+        answer = await ask(stream=stream)
+    assert "ledger_error" in answer.text and "[DONE]" not in answer.text and '"stop"' not in answer.text
+    assert answer.status_code == (200 if stream else 500)
+
+
+@pytest.mark.parametrize(
+    ("made", "status", "code"),
+    [
+        (lambda: Response(b"<html>", media_type="application/json"), 502, "worker_error"),
+        (lambda: Response(b"bad gateway", status_code=503), 503, "worker_error"),
+        (lambda: JSONResponse({"error": {"message": "wrong token tk-1"}}, 401), 502, "worker_refused_gateway"),
+    ],
+)
+async def test_an_answer_that_is_none_leaves_a_row_and_tells_the_agent_nothing_it_must_not_know(
+    made: Callable[[], Response], status: int, code: str, tmp_path: Path
+) -> None:
+    async with asking(Worker(made, staged), tmp_path) as (ask, store):
+        answer = await ask()
+        manifest = store.manifest("r")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert "tk-1" not in answer.text
+    assert manifest.records == [] and len(manifest.failures) == 1

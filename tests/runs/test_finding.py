@@ -43,6 +43,8 @@ def test_a_folder_of_runs_is_found_from_the_notebooks_folder(checkout):
 
 
 def test_a_run_that_is_not_there_is_said_with_the_runs_that_are(checkout, monkeypatch):
+    with pytest.raises(RunStoreError, match=r"No run in reports/frist: .*, did you mean first\?"):
+        runs.open("reports/frist")  # from the notebooks' folder
     monkeypatch.chdir(checkout)
     for path, words in (
         ("reports/frist", "No run in reports/frist: there is no such directory, did you mean first?"),

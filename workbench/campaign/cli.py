@@ -27,6 +27,17 @@ NOT_OURS = (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 RECIPE_HELP = "RECIPE is a YAML file or the name of a shipped recipe; KEY=VALUE overrides its settings."
 
 
+def _say(line: str, indent: int, *, err: bool = False) -> None:
+    """A line: broken between words where a person reads it on a terminal, whole where a program does."""
+    from shutil import get_terminal_size
+    from textwrap import fill
+
+    if (sys.stderr if err else sys.stdout).isatty():
+        width = max(indent + 20, get_terminal_size().columns)
+        line = fill(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    click.echo(line, err=err)
+
+
 class _Workbench(click.Group):
     """The command group, with the one place where errors become a line and an exit code."""
 
@@ -36,7 +47,7 @@ class _Workbench(click.Group):
         except WorkbenchError as error:
             if os.environ.get("WORKBENCH_DEBUG") == "1":
                 raise
-            click.echo(f"workbench: {' '.join(str(error).split())}", err=True)
+            _say(f"workbench: {' '.join(str(error).split())}", 2, err=True)
             sys.exit(error.exit_code)
         except OSError as error:
             # The machine's word about a file of the user's; anything else would be a fault of ours.
@@ -108,7 +119,8 @@ def run(recipe: str, overrides: tuple[str, ...], run_name: str | None, dry_run: 
     if dry_run:
         from workbench.campaign.plan import plan
 
-        click.echo(plan(checked, recipe, overrides, run_name))
+        for line in plan(checked, recipe, overrides, run_name).splitlines():
+            _say(line, 13)
         return
     refuse_unable(checked)
     from workbench.campaign import runner
@@ -328,7 +340,7 @@ def doctor(recipe: str, overrides: tuple[str, ...], quick: bool) -> None:
     bad = 0
     for finding in examine(load_recipe(recipe, overrides), quick=quick):
         mark = "ok " if finding.good else "-- " if finding.optional else "BAD"
-        click.echo(f"{mark} {finding.what:<22} {finding.found}" + (f"; {finding.cure}" if finding.cure else ""))
+        _say(f"{mark} {finding.what:<22} {finding.found}" + (f"; {finding.cure}" if finding.cure else ""), 27)
         bad += not (finding.good or finding.optional)
     if bad:
         raise SetupError(f"{bad} of these must be mended before {recipe} can run")

@@ -58,7 +58,7 @@ def no_run(directory: Path) -> str:
         found = f"expected one of {', '.join(MARKS)} there"
     else:
         found = "that is a file, and a run is a directory" if directory.exists() else "there is no such directory"
-    beside = _runs_in(directory.parent)
+    beside = _runs_in(find(directory.parent, lambda folder: bool(_runs_in(folder))))
     near = did_you_mean(directory.name, beside)
     if near != ".":
         return f"No run in {directory}: {found}{near}"
