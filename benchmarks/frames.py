@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import orjson
 
-from benchmarks.measure import Figure, Growth, alternate, in_memory, median, timed
+from benchmarks.measure import Figure, Growth, alternate, in_memory, median, timed, wall
 from workbench import runs
 from workbench.runs import schema
 from workbench.runs.gathered import gather
@@ -108,7 +108,7 @@ def measure() -> list[Figure | Growth]:
         for path in parts.values():
             gather(path)
         sides = {size: timed(first_table(path)) for size, path in parts.items()}
-        samples = alternate({**sides, "killed": timed(first_table(killed))}, ROUNDS)
+        samples = alternate({**sides, "killed": timed(first_table(killed), wall)}, ROUNDS)
         grown = peak_mib(parts[str(ROLLOUTS)]) - peak_mib(None)
     name = "opening a run of 10,000 rollouts, to the first table"
     note = "Rows without their token arrays, which are read for one rollout at a time."
@@ -120,8 +120,9 @@ def measure() -> list[Figure | Growth]:
             "ms",
             1e3,
             at_most=300.0,
-            note="Its 625 parts are read once, by as many threads as there are processors; a view that stays open "
-            "reads only those that are new.",
+            note="Wall seconds, because its 625 parts are read by as many threads as there are processors; a view "
+            "that stays open reads only those that are new. A part takes 0.4 ms of a processor: 0.12 to open it, "
+            "10 µs for each of 30 columns.",
         ),
         Figure(f"{name}: memory", grown, "MiB", note=note),
         Growth(
