@@ -22,6 +22,7 @@ from workbench.wire.encoding import big_endian, token_array
 _WINDOW = 65_536  # tokens
 _STEP = np.repeat(np.array([0.0, 1.0], dtype=np.float32), _WINDOW).tobytes()
 """Every plain mask of up to `_WINDOW` tokens is a stretch of this: zeros, then ones."""
+_FLOAT32 = np.dtype(np.float32)
 _STEP_BIG_ENDIAN = np.frombuffer(_STEP, dtype=np.float32).astype(">f4")
 
 
@@ -143,7 +144,7 @@ def _big_endian_mask(link: Link) -> np.ndarray:
 def _plain_carry(mask_T: np.ndarray, logprobs_T: np.ndarray) -> int | None:
     """Length of the carry when both columns are float32, finite and carry-then-generation; None to look closer."""
     for column in (mask_T, logprobs_T):
-        if not isinstance(column, np.ndarray) or column.dtype != np.float32 or column.ndim != 1:
+        if not isinstance(column, np.ndarray) or column.dtype != _FLOAT32 or column.ndim != 1:
             return None
     size = mask_T.size
     if not 0 < size <= _WINDOW:

@@ -25,6 +25,7 @@ Floats = Sequence[float] | np.ndarray
 
 U64_MAX = 2**64 - 1
 BIG_ENDIAN_ID = np.dtype(">u8")
+_UINT64 = np.dtype(np.uint64)  # made once: to compare with the type makes it every time
 _BIG_ENDIAN: dict[np.dtype[Any], np.dtype[Any]] = {
     np.dtype(np.uint64): BIG_ENDIAN_ID,
     np.dtype(np.float32): np.dtype(">f4"),
@@ -59,7 +60,7 @@ def token_array(values: TokenIds, what: str = "token ids") -> np.ndarray:
     if isinstance(values, np.ndarray):
         if values.ndim != 1 or values.dtype.kind not in "iu":
             raise WireError(f"{what} must be one column of integers, got {values.dtype}{list(values.shape)}")
-        if values.dtype == np.uint64:
+        if values.dtype == _UINT64:
             return values
         if values.dtype.kind == "i" and values.size and int(values.min()) < 0:
             position = int(np.flatnonzero(values < 0)[0])
