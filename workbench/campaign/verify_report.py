@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from workbench.inspect.html import count
+
 _SHOWN = 20
 
 
@@ -67,8 +69,9 @@ class VerifyReport:
         holds = "every digest and row holds" if self.receipts else "every row joins again; no receipts, so no digests"
         verdict = holds if self.ok else f"{len(self.differences):,} DIFFERENCE{many}"
         return (
-            f"Verified {self.run} · {self.groups:,} groups · {self.rollouts:,} rollouts ({self.rows_valid:,} valid) · "
-            f"{self.calls:,} calls · {self.tokens:,} tokens · {' · '.join([verdict, *self.not_compared])}"
+            f"Verified {self.run} · {count(self.groups, 'group')} · {count(self.rollouts, 'rollout')} "
+            f"({self.rows_valid:,} valid) · {count(self.calls, 'call')} · {count(self.tokens, 'token')} · "
+            f"{' · '.join([verdict, *self.not_compared])}"
         )
 
     def __str__(self) -> str:
