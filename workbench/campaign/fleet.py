@@ -107,7 +107,7 @@ class Fleet:
 
     async def _start(self) -> None:
         recipe = self.recipe
-        refuse_unable(self.recipe, training=self._training)
+        self._check_machine()
         self.model_path = model_path = resolve_model(recipe.model.path)
         if recipe.token_capture.routes and not experts_of(model_path):
             raise SetupError(
@@ -135,6 +135,10 @@ class Fleet:
         began = time.monotonic()
         await start
         self.timings_s[name] = round(time.monotonic() - began, 3)
+
+    def _check_machine(self) -> None:
+        """Overridden by fleets whose scripted engine has no weights, which no recipe may ask for in a campaign."""
+        refuse_unable(self.recipe, training=self._training)
 
     async def _start_ray(self) -> None:
         import ray
