@@ -10,6 +10,7 @@ import io
 import json
 import math
 import os
+import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -75,9 +76,13 @@ def growth_table(questions: Iterable[Question]) -> str:
 
 
 def draw(questions: Iterable[Question]) -> Any:
-    """A picture: one panel a growth curve, both axes logarithmic, with the fitted line."""
+    """A picture: one panel a growth curve, both axes logarithmic, with the fitted line.
+
+    Every panel shows at least a factor of ten upwards, so that what is flat looks flat.
+    """
     from IPython.display import Image
     from matplotlib.figure import Figure as Picture
+    from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullLocator
 
     curves = [one for question in questions for one in _growths(question)]
     across = 3
@@ -90,11 +95,20 @@ def draw(questions: Iterable[Question]) -> Any:
         scale, unit = (1e3, "ms") if one.get("unit", "s") == "s" else (1, one["unit"])
         axes.loglog(sizes, [scale * value for value in fitted], color="0.7", linewidth=1)
         axes.loglog(sizes, [scale * value for value in seconds], "o", color="#1f5fa8", markersize=5)
-        axes.set_title(f"{one['name']}\nexponent {one['exponent']:.2f}", fontsize=9, loc="left")
+        title = textwrap.fill(f"{one['name']}: exponent {one['exponent']:.2f}", 42)
+        axes.set_title(title, fontsize=9, loc="left")
         axes.set_xlabel(one["of"], fontsize=8)
         axes.set_ylabel(unit, fontsize=8)
+        axes.set_xticks(sizes)
+        axes.xaxis.set_major_formatter(EngFormatter(sep="", places=None))
+        axes.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_minor_locator(NullLocator())
         axes.tick_params(labelsize=7)
-        axes.margins(y=0.4)
+        reach = max(max(seconds) / min(seconds), 10.0) ** 0.5 * 1.3
+        centre = scale * (max(seconds) * min(seconds)) ** 0.5
+        axes.set_ylim(centre / reach, centre * reach)
     drawn = io.BytesIO()
     picture.savefig(drawn, format="png", dpi=110)
     return Image(data=drawn.getvalue(), format="png")
@@ -104,6 +118,7 @@ def report(directory: Path) -> None:
     """Write the table and the executed notebook of what was measured into `directory`."""
     import papermill
 
+    from workbench.campaign.kernel import KERNEL_NAME, OwnKernel
     from workbench.campaign.notebook_file import Outcome, set_outcome
 
     questions = load(directory)
@@ -114,13 +129,18 @@ def report(directory: Path) -> None:
     )
     (directory / "table.md").write_text(text)
     executed = directory / NOTEBOOK.name
-    papermill.execute_notebook(
-        os.path.relpath(NOTEBOOK),  # relative: what is executed is committed, and says where it came from
-        str(executed),
-        parameters={"directory": str(directory)},
-        progress_bar=False,
-        kernel_name="python3",
-    )
+    kernel = OwnKernel()
+    try:
+        papermill.execute_notebook(
+            os.path.relpath(NOTEBOOK),  # relative: what is executed is committed, and says where it came from
+            str(executed),
+            parameters={"directory": str(directory)},
+            progress_bar=False,
+            kernel_name=KERNEL_NAME,
+            km=kernel.manager,
+        )
+    finally:
+        kernel.end()
     set_outcome(executed, Outcome("done"))
 
 

@@ -2,7 +2,7 @@
 
 In: a manifest row and its staged call. Out: a `Link`, or ReceiptRejected with cause `invalid_snapshot`,
 `corrupt_digest`, `invalid_mask_order` or `empty_generation`.
-Invariant: columns are checked before they are joined, and turned big-endian once for all calls.
+Invariant: columns are checked before they are joined; ids and log-probs are turned big-endian once for all calls.
 Not here: checks between calls, the order of the checks (`verify`).
 """
 

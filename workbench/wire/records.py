@@ -51,8 +51,6 @@ Digest = Annotated[StrictStr, Field(pattern=r"^[0-9a-f]{64}$")]
 Mode = Literal["text", "token_in"]
 Selection = Literal["declared", "response_id", "content", "heuristic"]
 Ids = Annotated[np.ndarray, BeforeValidator(token_array), PlainSerializer(lambda a: a.tolist(), when_used="json")]
-
-IdList = Annotated[list[int], PlainValidator(lambda values: _id_list(values))]
 Float32s = Annotated[
     np.ndarray, BeforeValidator(float32_array), PlainSerializer(lambda a: a.tolist(), when_used="json")
 ]
@@ -64,6 +62,9 @@ def _id_list(values: Any) -> list[int]:
         raise WireError(f"token ids must be a list, got {type(values).__name__}")
     ids: list[int] = token_array(values).tolist()
     return ids
+
+
+IdList = Annotated[list[int], PlainValidator(_id_list)]
 
 
 def check_rollout_id(rollout_id: str) -> str:
