@@ -208,9 +208,10 @@ def sweep(recipe: str, overrides: tuple[str, ...]) -> None:
 @click.argument("folder", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line, for programs.")
 def list_runs(folder: Path | None, as_json: bool) -> None:
-    """List runs: status, step, reward, token_in_rate.
+    """List runs: status, step, reward, token_in, rejected rollouts.
 
-    FOLDER is where they lie; default: reports/. Runs of a sweep are listed too.
+    FOLDER is where they lie; default: reports/. Runs of a sweep are listed too. token_in is the share of the calls
+    after a rollout's first that went on from its exact tokens; --json has more columns.
     """
     from workbench.campaign.listing import list_lines, listing
     from workbench.recipe_schema import Reports
@@ -218,8 +219,8 @@ def list_runs(folder: Path | None, as_json: bool) -> None:
     table = listing(folder or Path(Reports().dir))
     for line in table.iter_rows(named=True) if as_json else ():
         click.echo(orjson.dumps(line))
-    if not as_json:
-        click.echo("\n".join(list_lines(table)))
+    for line in [] if as_json else list_lines(table):
+        _say(line, 2)
 
 
 @main.command(epilog=RUN_HELP)
