@@ -15,6 +15,7 @@ from workbench.campaign.progress import ProgressLine, describe
 from workbench.campaign.record_demo import record_demo
 from workbench.campaign.runner import NotebookResult, tell
 from workbench.campaign.summary import summarise
+from workbench.campaign.verify_run import verify_run
 from workbench.errors import RunStoreError
 from workbench.runs.writer import RunWriter
 
@@ -60,6 +61,25 @@ def test_calls_of_rollouts_that_were_still_played_are_counted_apart(tmp_path):
     summary = summarise(stored.run_dir, notebook=Path("n.ipynb"), outcome=Outcome("interrupted"), seconds=3.0)
     assert (summary.calls, summary.unfinished_calls) == (finished, 2)
     assert f"2 of 2 valid, {finished} calls and 2 of unfinished ones" in summary.text()
+
+
+def test_a_stopped_runs_summary_counts_the_groups_that_verify_finds(tmp_path):
+    """Two groups of which the campaign had not heard when it was stopped, and one that was being written."""
+    run_dir = make_run(tmp_path / "stored")
+    lines = (run_dir / "groups.jsonl").read_bytes().splitlines(keepends=True)
+    assert len(lines) == 4
+    (run_dir / "groups.jsonl").write_bytes(b"".join(lines[:2]))
+    (run_dir / "receipts" / "g00003.jsonl").unlink()
+    (run_dir / "train" / "step-2.parquet").unlink()
+    steps = (run_dir / "steps.jsonl").read_bytes().splitlines(keepends=True)
+    (run_dir / "steps.jsonl").write_bytes(steps[0])
+    with RunWriter(run_dir) as writer:
+        writer.status(status="killed")
+    summary = summarise(run_dir, notebook=Path("n.ipynb"), outcome=Outcome("killed"), seconds=3.0)
+    verified = verify_run(run_dir)
+    assert verified.ok, verified
+    assert (summary.groups, summary.rollouts) == (verified.groups, verified.rollouts) == (3, 12)
+    assert summary.rows_per_group == [4, 4, 4]
 
 
 def test_progress_says_what_the_status_knows():

@@ -219,8 +219,8 @@ def list_runs(folder: Path | None, as_json: bool) -> None:
     table = listing(folder or Path(Reports().dir))
     for line in table.iter_rows(named=True) if as_json else ():
         click.echo(orjson.dumps(line))
-    for line in [] if as_json else list_lines(table):
-        _say(line, 2)
+    for text in [] if as_json else list_lines(table):
+        _say(text, 2)
 
 
 @main.command(epilog=RUN_HELP)
