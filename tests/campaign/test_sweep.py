@@ -134,6 +134,14 @@ def test_the_list_tells_what_truly_became_of_each_run(tmp_path):
         listing(tmp_path / "no_run")
 
 
+def test_a_folder_that_holds_no_sweep_is_named(tmp_path):
+    for text in (None, "{", "{}", "[]"):
+        if text is not None:
+            (tmp_path / "sweep.json").write_text(text)
+        with pytest.raises(RunStoreError, match=r"No sweep in .*: sweep\.json is missing or damaged"):
+            open_sweep(tmp_path)
+
+
 def test_the_progress_line_names_groups_rejections_and_what_is_to_go():
     status = {"step": 2, "steps": 6, "phase": "training", "groups": 8, "token_in_rate_after_roots": 1.0}
     said = describe(status | {"reward_mean": 0.5, "rejected": 3, "poisoned": 1, "eta_s": 190.0})

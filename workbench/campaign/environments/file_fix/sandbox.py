@@ -87,7 +87,7 @@ def run_tests(file: str, source: str, test_file: str, tests: str, limits: Limits
 
 @functools.cache
 def weaknesses() -> list[str]:
-    """What the kernel of this machine cannot stop: `other processes and the network`, `reading and writing other files`.
+    """What this machine's kernel cannot stop: `other processes and the network`, `reading and writing other files`.
 
     Raises DeadlineExceeded where it did not come out in time, which the next call tries again.
     """
