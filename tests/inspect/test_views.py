@@ -219,6 +219,37 @@ def test_a_logprob_that_is_no_number_is_named_and_spoils_no_other(run, bad):
     assert TokenStrip(tokens).snapshot().png
 
 
+def test_a_view_of_several_rollouts_asks_for_one(run):
+    with pytest.raises(RunStoreError, match=r"Expected calls of one rollout, got 16; name one"):
+        PrefixChain(run.calls)
+    with pytest.raises(RunStoreError, match=r"Expected a rollout id beside the run: TokenStrip\(run, rollout_id\)"):
+        TokenStrip(run)
+
+
+def test_a_long_chain_is_cut_in_text_too(run):
+    text = PrefixChain(run, "stored.0.2.0", max_rows=2).to_text()
+    assert text.endswith("showing 2 of 5 calls")
+
+
+def test_the_first_verified_rollout_stands_in_for_a_telling_one_that_was_rejected(tmp_path):
+    stored = StoredRun(tmp_path / "few")
+    stored.step(1, [["plain", "nan"]])
+    run = runs.open(stored.finish())
+    telling = run.rollouts.filter(~pl.col("verified"))["rollout_id"].item()
+    assert verified_rollout(run, None) != telling
+    only = run.rollouts.filter("verified")["rollout_id"].item()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("workbench.inspect.choose.telling_rollout", lambda run: telling)
+        assert verified_rollout(run) == only
+
+
+def test_what_is_too_much_for_a_table_is_counted(tmp_path):
+    stored = StoredRun(tmp_path / "many")
+    stored.step(1, [["edit"] * 45])
+    table = PoisonTable(runs.open(stored.finish()))
+    assert re.search(r"Showing \d+ of 45; all: \.drift", table.html())
+
+
 def test_a_view_made_of_the_wrong_thing_says_what_it_expected(run):
     for view in (PrefixChain, TokenStrip):
         with pytest.raises(RunStoreError, match=r"expected a run or a frame, got .*open_any\('a/run'\)"):
