@@ -245,7 +245,7 @@ def test_the_first_verified_rollout_stands_in_for_a_telling_one_that_was_rejecte
 
 def test_what_is_too_much_for_a_table_is_counted(tmp_path):
     stored = StoredRun(tmp_path / "many")
-    stored.step(1, [["edit"] * 45])
+    stored.step(1, [["plain", *["edit"] * 45]])
     table = PoisonTable(runs.open(stored.finish()))
     assert re.search(r"Showing \d+ of 45; all: \.drift", table.html())
 

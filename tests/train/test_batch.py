@@ -92,6 +92,11 @@ def test_a_head_that_does_more_than_multiply_is_refused(model, monkeypatch):
     monkeypatch.setattr(model.config, "final_logit_softcapping", 30.0, raising=False)
     with pytest.raises(TrainerError, match="final_logit_softcapping"):
         check_head(model)
+    monkeypatch.undo()
+    head = model.get_output_embeddings()
+    monkeypatch.setattr(head, "bias", torch.nn.Parameter(torch.zeros(head.out_features)))
+    with pytest.raises(TrainerError, match=r"lm_head\.bias"):
+        check_head(model)
 
 
 @pytest.mark.parametrize("shift", [0, 1, -1])

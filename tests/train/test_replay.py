@@ -125,6 +125,13 @@ def test_at_sentinels_the_models_own_router_chooses(moe):
     assert known.any(dim=1).nonzero().ravel().tolist() == [10]
 
 
+def test_a_pass_that_forced_nothing_has_no_agreement(moe):
+    replay = RouterReplay(copy.deepcopy(moe))
+    with replay.forced(None), torch.no_grad():
+        replay.check("r", np.full((LENGTH, LAYERS, TOPK), -1, np.int16))
+    assert replay.agreement() is None
+
+
 def test_routers_of_another_formula_and_dense_models_are_refused(moe, tiny_model):
     from transformers import AutoModelForCausalLM
 
@@ -138,11 +145,20 @@ def test_routers_of_another_formula_and_dense_models_are_refused(moe, tiny_model
             gates, own = logits.sigmoid().topk(self.top_k)
             return logits, gates, own
 
-    other = copy.deepcopy(moe)
-    layer = other.model.layers[1].mlp
-    layer.gate = SigmoidRouter(layer.gate)
-    with pytest.raises(TrainerError, match=r"how SigmoidRouter \(model\.layers\.1\.mlp\.gate\) weighs its experts"):
-        RouterReplay(other)
+    class LonelyRouter(SigmoidRouter):
+        def forward(self, hidden):
+            return super().forward(hidden)[0]
+
+    for kind in (LonelyRouter, SigmoidRouter):
+        other = copy.deepcopy(moe)
+        layer = other.model.layers[1].mlp
+        layer.gate = kind(layer.gate)
+        with pytest.raises(TrainerError, match=rf"how {kind.__name__} \(model\.layers\.1\.mlp\.gate\) weighs"):
+            RouterReplay(other)
+    alone = torch.nn.Module()
+    alone.config, alone.OnlyRouter = moe.config, copy.deepcopy(moe.model.layers[1].mlp.gate)
+    with pytest.raises(TrainerError, match="does not know which layer the router OnlyRouter belongs to"):
+        RouterReplay(alone)
     with pytest.raises(TrainerError, match=r"LlamaForCausalLM has no router that replay knows"):
         RouterReplay(AutoModelForCausalLM.from_pretrained(tiny_model))
 
