@@ -24,7 +24,7 @@ from capture.templates import tokenizer
 
 from workbench.capture.staging import MemorySink
 from workbench.capture.transport import TaggedCall, current_call
-from workbench.errors import CallRefused, ProbeFailed, SetupError
+from workbench.errors import CallRefused, CaptureError, ComponentDied, ProbeFailed, SetupError
 from workbench.serving.scripted import ScriptedParams, ScriptLine
 from workbench.serving.settings import WorkerConfig
 from workbench.serving.worker import PolicyServer
@@ -465,3 +465,63 @@ async def test_an_abandoned_call_that_does_not_end_is_given_up_with_its_cause(
         assert outcome["coords"]["disposition"] == "capture_failed"
         assert outcome["failure"]["cause"] == Cause.REQUEST_FINISHED_WITHOUT_STAGED_COORDINATES
         assert (sink.rows, server.gate.running) == ({}, 0)
+
+
+async def test_what_a_worker_cannot_start_with_is_said_before_it_does(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("WORKBENCH_WORKER_TOKEN", "t")
+    config = WorkerConfig(model_path=str(chatml_folder), engine="scripted")
+    with pytest.raises(SetupError, match="needs a sink to stage calls in"):
+        PolicyServer(config)
+    with pytest.raises(SetupError, match=r"needs a script: set engine\.script_path"):
+        await PolicyServer(config, MemorySink(), None).start()
+    script = write_script(tmp_path, {"text": "Paris."})
+    async with serving(chatml_folder, script, monkeypatch) as (server, _):
+        taken = config.model_copy(update={"script_path": str(script), "port": int(server.url.rsplit(":", 1)[1])})
+        with pytest.raises(SetupError, match=r"cannot listen on .*: Address already in use. Next: set engine\.port=0"):
+            await PolicyServer(taken, MemorySink(), None).start()
+        with pytest.raises(CaptureError, match="has no model, so it cannot score"):
+            await server.score([[1, 2]])
+        assert (await Agent(server, "run.0.0.0").http.get("/health")).status_code == 200
+
+
+async def test_a_server_that_ends_before_it_listens_is_an_error_and_no_wait(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    async def ends(self: Any, sockets: Any) -> None: ...
+
+    monkeypatch.setattr("workbench.serving.worker.QuietServer.serve", ends)
+    with pytest.raises(ComponentDied, match="ended before it listened"):
+        async with serving(chatml_folder, write_script(tmp_path, {"text": "Paris."}), monkeypatch):
+            pass
+
+
+async def test_without_capture_there_is_nothing_to_probe(chatml_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    script = write_script(tmp_path, {"text": "Paris."})
+    async with serving(chatml_folder, script, monkeypatch, capture_enabled=False) as (server, _):
+        assert await server.probe() == {"capture_enabled": False}
+
+
+async def test_an_error_in_the_middle_of_a_stream_is_its_last_word(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    script = write_script(tmp_path, {"text": "Paris is the capital", "fault": "raise", "at": 2})
+    async with serving(chatml_folder, script, monkeypatch) as (server, sink):
+        agent = Agent(server, "run.0.0.0")
+        body = {"model": "policy", "messages": [USER], "stream": True}
+        answer = await agent.http.post(agent.path, json=body, headers=agent.headers(agent.admission()))
+        assert '"error":{"message":' in answer.text and sink.rows == {}
+
+
+async def test_what_the_engine_refuses_is_a_client_error(chatml_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    async with serving(chatml_folder, write_script(tmp_path, {"text": "Paris."}), monkeypatch) as (server, _):
+
+        def refuses(*_: Any, **__: Any) -> Any:
+            raise CallRefused("one admission is one completion")
+
+        monkeypatch.setattr(server.capture.engine, "generate", refuses)
+        agent = Agent(server, "run.0.0.0")
+        body = {"model": "policy", "messages": [USER]}
+        answer = await agent.http.post(agent.path, json=body, headers=agent.headers(agent.admission()))
+        assert (answer.status_code, "one completion" in answer.text) == (400, True)
