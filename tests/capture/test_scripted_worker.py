@@ -491,7 +491,7 @@ async def test_a_server_that_ends_before_it_listens_is_an_error_and_no_wait(
 ) -> None:
     async def ends(self: Any, sockets: Any) -> None: ...
 
-    monkeypatch.setattr("workbench.serving.worker.QuietServer.serve", ends)
+    monkeypatch.setattr("uvicorn.Server.serve", ends)
     with pytest.raises(ComponentDied, match="ended before it listened"):
         async with serving(chatml_folder, write_script(tmp_path, {"text": "Paris."}), monkeypatch):
             pass
