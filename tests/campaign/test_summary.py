@@ -82,6 +82,14 @@ def test_a_stopped_runs_summary_counts_the_groups_that_verify_finds(tmp_path):
     assert summary.rows_per_group == [4, 4, 4]
 
 
+def test_of_very_many_rejected_rollouts_the_first_are_named_and_the_rest_counted(tmp_path):
+    stored = StoredRun(tmp_path / "run")
+    stored.step(1, [["plain", *["edit"] * 15]])
+    summary = summarise(stored.finish(), notebook=Path("n.ipynb"), outcome=Outcome("done"), seconds=3.0)
+    assert len(summary.rejected) == 15
+    assert summary.text().splitlines()[-1] == "    and 3 more (unresolved_parent 3), all in summary.json"
+
+
 def test_progress_says_what_the_status_knows():
     assert describe({}) == "starting the kernel"
     assert describe({"status": "running", "phase": "set-up"}) == "set-up"

@@ -135,9 +135,9 @@ def test_a_model_without_experts_is_refused(runner):
 
 def test_of_requests_that_are_over_the_last_few_are_remembered(runner, monkeypatch):
     monkeypatch.setattr("workbench.serving.expert_routes.KEPT_REQUESTS", 1)
-    runner.run(("a", 0, [1, 2, 3]))
-    runner.run(("b", 0, [1, 2, 3]), finished=["a"])
-    runner.run(("c", 0, [1]), finished=["b"])
+    runner.run(("a-12345678", 0, [1, 2, 3]))
+    runner.run(("b-12345678", 0, [1, 2, 3]), finished=["a-12345678"])
+    runner.run(("c-12345678", 0, [1]), finished=["b-12345678"])
     assert runner.recorder.take("a", 0, 3) is None and runner.recorder.take("b", 0, 3) is not None
     worker = EngineSide()
     worker._workbench_routes = runner.recorder
