@@ -16,6 +16,7 @@ from workbench.campaign import doctor, machine
 from workbench.campaign.cli import main
 from workbench.campaign.doctor import browser, logical_cpus, model, port, temporary_directory, torch_companions
 from workbench.config import load_recipe, shipped_recipes
+from workbench.errors import RunStoreError
 
 HEAVY = ("torch", "ray", "vllm", "plotly", "pandas", "polars", "omegaconf", "openai", "transfer_queue")
 
@@ -47,6 +48,35 @@ def test_help_imports_nothing_heavy_and_answers_at_once():
     assert done.stdout.splitlines()[-1] == "HEAVY []"
     # Processor time, which others on the machine hardly change: 0.1 s; the bound leaves room for a slow machine.
     assert min(seconds) < 1.0
+
+
+def test_a_reader_who_has_seen_enough_sees_no_traceback():
+    """`workbench recipe list | head -1`"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "workbench.campaign.cli", "recipe", "list"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert done.stderr == ""
+
+
+def test_a_fault_of_ours_is_shown_whole_and_an_interrupt_is_a_line(monkeypatch, tmp_path, capsys):
+    for error, code in ((OSError(errno.ENOENT, "gone"), None), (KeyboardInterrupt(), 130)):
+
+        def raises(folder, error=error):
+            raise error
+
+        monkeypatch.setattr("workbench.campaign.listing.listing", raises)
+        with pytest.raises(SystemExit if code else OSError) as ended:
+            main(["ls", str(tmp_path)])
+        assert code is None or ended.value.code == code
+    assert capsys.readouterr().err.strip() == "workbench: interrupted"
+
+
+def test_debugging_shows_the_traceback_of_a_deliberate_error(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORKBENCH_DEBUG", "1")
+    with pytest.raises(RunStoreError, match="No runs in"):
+        main(["ls", str(tmp_path)])
 
 
 def test_every_command_has_help_and_a_sentence():

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from workbench.campaign.kernel import OwnKernel
-from workbench.campaign.notebook_file import check_parameters, parameter_names
+from workbench.campaign.notebook_file import Outcome, check_parameters, parameter_names, set_outcome
 from workbench.campaign.runner import new_run_dir, report, resume_run, run_notebook
 from workbench.config import load_recipe
 from workbench.errors import RecipeError, SetupError
@@ -215,6 +215,14 @@ def test_a_run_that_cannot_be_written_gets_no_report_and_a_line(tmp_path, monkey
 def test_an_unknown_parameter_is_refused_with_the_nearest_one(tmp_path):
     with pytest.raises(RecipeError, match=r"no parameter 'recipee', did you mean recipe\?"):
         check_parameters(shipped("notebooks") / "10_campaign.ipynb", {"recipee": "x"})
+
+
+def test_a_notebook_without_parameters_or_that_was_never_executed_is_named(tmp_path):
+    nbformat.write(nbformat.v4.new_notebook(), tmp_path / "n.ipynb")
+    with pytest.raises(SetupError, match="has no cell tagged 'parameters'"):
+        parameter_names(tmp_path / "n.ipynb")
+    with pytest.raises(SetupError, match="No executed notebook at"):
+        set_outcome(tmp_path / "gone.ipynb", Outcome("done"))
 
 
 def test_annotated_parameters_are_seen(tmp_path):

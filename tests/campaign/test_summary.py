@@ -159,6 +159,13 @@ def test_a_recorded_run_is_small_verifies_and_names_no_path_of_this_machine(tmp_
     assert not any(str(tmp_path) in text for text in texts)
 
 
+def test_a_run_of_which_not_even_a_step_is_small_enough_is_not_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr("workbench.campaign.record_demo.MAX_BYTES", 1_000)
+    with pytest.raises(RunStoreError, match=r"Not even one step of .* fits into 1,000 bytes"):
+        record_demo(make_run(tmp_path / "stored", steps=2), tmp_path / "demo")
+    assert not (tmp_path / "demo").exists()
+
+
 def test_a_run_that_does_not_verify_is_not_recorded(tmp_path):
     source = make_run(tmp_path / "stored", steps=1)
     (source / "rows" / "g00000.parquet").unlink()

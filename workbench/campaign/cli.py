@@ -61,10 +61,6 @@ class _Workbench(click.Group):
         except (click.Abort, KeyboardInterrupt):
             click.echo("workbench: interrupted", err=True)
             sys.exit(128 + signal.SIGINT)
-        except BrokenPipeError:
-            # The reader of our output (`head`) has what it wanted; nothing may be written at exit either.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(0)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order of a day's work, not of the alphabet
