@@ -203,18 +203,18 @@ class _Session:
 
 def greeting(recipe: Recipe, run_dir: Path, url: str, probe: Mapping[str, Any]) -> str:
     """What an agent and its author need to know; `probe` is what the start-up probe found."""
-    blind = "  tools      left out by the chat template: the model never sees an agent's"
+    blind = "  tools      left out by the chat template: the model sees no tool of an agent"
     return "\n".join(
         [
             f'Serving {recipe.model.path} as model="policy", run {run_dir}',
             f"  base URL   {url}/ng-rollout/<rollout>/v1",
-            "             <rollout>: a new name for each conversation (letters, digits, . _ -)",
+            "             <rollout>: a new name a conversation, of letters, digits and . _ -",
             "  client     of a conversation called my-1, one of",
             f'  OpenAI(base_url="{url}/ng-rollout/my-1/v1", api_key="unused")',
             f'  Anthropic(base_url="{url}/ng-rollout/my-1", api_key="unused")',
             f"  receipt    workbench receipt {run_dir} my-1 --reward 1",
             *([blind] if probe.get("renders_tools") is False else []),
-            "Ctrl-C ends it. One line a call:",
+            "Ctrl-C ends it. A line a call:",
             "rollout, call, mode, parent, prompt tokens added + sampled, end.",
         ]
     )
