@@ -93,8 +93,8 @@ class ControlClient:
         if answer.status_code == 200:
             return orjson.loads(answer.content)
         try:
-            error = orjson.loads(answer.content)["error"]
-            message, code = error["message"], error.get("code")
+            told = orjson.loads(answer.content)["error"]
+            message, code = told["message"], told.get("code")
         except (orjson.JSONDecodeError, KeyError, TypeError):  # something else answers there
             message, code = answer.text[:300], None
         if code == "ledger_corrupt":
