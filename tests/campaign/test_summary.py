@@ -115,6 +115,25 @@ def test_progress_writes_a_line_a_change_where_there_is_no_terminal(tmp_path):
     ]
 
 
+def test_on_a_terminal_progress_is_one_line_that_fits_it(tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "20")
+    line = ProgressLine(tmp_path, Terminal())
+    line.close()
+    assert line._stream.getvalue() == ""
+    for status in ({"phase": "starting the policy worker and trainer"}, {"phase": "x"}, ["no status"]):
+        (tmp_path / "status.json").write_bytes(orjson.dumps(status))
+        line.tick()
+    line.close()
+    first, second, third = line._stream.getvalue().removesuffix("\n").split("\r")[1:]
+    assert (len(first), first[:10]) == (19, "0:00  star")
+    assert second.rstrip() == "0:00  x" and len(second) == 19, "what stood there is written over"
+    assert third == "0:00  starting the "
+
+
 def test_what_the_process_before_said_last_is_no_progress_of_the_one_that_goes_on(tmp_path):
     with RunWriter(tmp_path) as writer:
         writer.status(step=3, phase="stopped")
