@@ -338,3 +338,14 @@ def test_a_request_that_names_a_response_continues_its_call_or_none(tmp_path: Pa
         for request in (asked, after):
             named = store.admit(rollout_id, request, f"{len(request)}", after_response_id="resp-c9")
             assert named.admission is None, "never a root, not even in a rollout without calls"
+
+
+def test_a_call_is_admitted_again_as_it_was_and_not_to_a_parent_without_a_row(tmp_path: Path) -> None:
+    """For whoever finishes a call that another process admitted."""
+    store = LedgerStore(tmp_path)
+    commit(store, R, "c0", [user("q")], [model("A")])
+    child = [user("q"), model("A"), user("more")]
+    assert store.readmit(R, "c1", "c0") == store.admit(R, child, "c1").admission
+    assert store.readmit(R, "c2", None) == store.admit(R, [user("q")], "c2").admission
+    with pytest.raises(LedgerConflict, match="c3 was resolved to call gone, which has no custody row"):
+        store.readmit(R, "c3", "gone")
