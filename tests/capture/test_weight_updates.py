@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from capture.scripted_worker import DEADLINE_S, USER, Agent, rows_of, serving, until, write_script
 
+from workbench.capture.staging import MemorySink
 from workbench.errors import CaptureError, ComponentDied, DeadlineExceeded, WeightSyncError
 from workbench.serving.settings import WorkerConfig
 from workbench.serving.worker import PolicyServer
+
+
+@contextlib.asynccontextmanager
+async def one_call_running(
+    folder: Path, script: Path, monkeypatch: Any, **settings: Any
+) -> AsyncIterator[tuple[PolicyServer, MemorySink, asyncio.Task[Any]]]:
+    """A server in the middle of one call, and that call."""
+    async with serving(folder, script, monkeypatch, **settings) as (server, sink):
+        running = asyncio.create_task(Agent(server, "run.0.0.0").call([USER]))
+        await until(lambda: server.gate.running == 1)
+        yield server, sink, running
 
 
 async def test_weight_update_waits_for_running_calls_and_holds_new_ones(
@@ -56,9 +70,7 @@ async def test_a_call_that_may_straddle_is_not_waited_for_and_nothing_of_it_leav
     chatml_folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     script = write_script(tmp_path, {"text": "The capital of France", "delay_s": 0.2})
-    async with serving(chatml_folder, script, monkeypatch, quiet_timeout_s=0.01) as (server, sink):
-        running = asyncio.create_task(Agent(server, "run.0.0.0").call([USER]))
-        await until(lambda: server.gate.running == 1)
+    async with one_call_running(chatml_folder, script, monkeypatch, quiet_timeout_s=0.01) as (server, sink, running):
         assert (await server.update_weights("unused", 1, hold=True, straddle=True))["straddling"] == 1
         held = asyncio.create_task(Agent(server, "run.0.1.0").call([USER]))
         assert (await asyncio.wait([running, held], timeout=0.5))[0] == set()
@@ -200,9 +212,7 @@ async def test_weight_update_gives_up_at_its_deadline_and_lets_calls_go_on(
     chatml_folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     script = write_script(tmp_path, {"text": "The capital of France", "delay_s": 0.8})
-    async with serving(chatml_folder, script, monkeypatch, quiet_timeout_s=0.1) as (server, _):
-        running = asyncio.create_task(Agent(server, "run.0.0.0").call([USER]))
-        await until(lambda: server.gate.running == 1)
+    async with one_call_running(chatml_folder, script, monkeypatch, quiet_timeout_s=0.1) as (server, _, running):
         with pytest.raises(DeadlineExceeded, match="1 generations still ran"):
             await server.update_weights("unused", 1)
         _, _, outcome = await running
