@@ -100,6 +100,19 @@ def test_runs_go_in_order_past_a_failed_one_and_the_index_follows_each(tmp_path,
     assert view.snapshot().png is not None and "it failed" in view.html()
 
 
+def test_a_sweep_of_runs_without_a_step_says_so_and_of_very_many_the_first_are_drawn(tmp_path, monkeypatch):
+    for number in range(3):
+        with RunWriter(tmp_path / f"run-{number}") as writer:
+            writer.status(status="running", run=f"run-{number}")
+    view = SweepView(tmp_path)
+    assert "highest reward" not in view.sentence() and view.snapshot().png is not None
+    for number in range(3):
+        shutil.rmtree(tmp_path / f"run-{number}")
+        shutil.copytree(recorded_run(), tmp_path / f"run-{number}")
+    monkeypatch.setattr("workbench.inspect.sweep_view._DRAWN", 2)
+    assert "The picture shows the first 2 of 3" in SweepView(tmp_path).html()
+
+
 def test_a_stopped_run_ends_its_sweep_and_the_rest_is_not_begun(tmp_path, no_index):
     sweep, recipes = planned(tmp_path)
     assert run_sweep(sweep, recipes, Executes("done", "killed")) == 130
