@@ -18,8 +18,8 @@ import pytest
 from workbench import runs
 from workbench.campaign import desk_socket
 from workbench.campaign.call_lines import CallLines, Facts
-from workbench.campaign.desk import response_id_of
-from workbench.errors import DeadlineExceeded, SetupError, WorkbenchError
+from workbench.campaign.desk import ReceiptDesk, response_id_of
+from workbench.errors import DeadlineExceeded, RunStoreError, SetupError, WorkbenchError
 from workbench.ledger import LedgerStore
 from workbench.wire import CallRecord, RolloutCommit
 
@@ -206,3 +206,23 @@ async def test_lines_of_a_ledger_that_is_not_there_yet_and_the_last_ones_are_sho
     store.record(RolloutCommit(rollout_id="my-1", record=row, staging_chain=[row.staging_key]), [], [])
     lines.last_look()
     assert len(shown) == 2 and lines.calls == 2
+
+
+async def test_what_no_receipt_was_ever_asked_with_and_a_group_that_is_stored_are_refused(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path / "ledger")
+    for rollout_id in ("one", "two"):
+        row = record("c0")
+        store.record(RolloutCommit(rollout_id=rollout_id, record=row, staging_chain=[row.staging_key]), [], [])
+
+    class Control:
+        async def manifest(self, rollout_id: str) -> Any:
+            return store.manifest(rollout_id)
+
+    control: Any = Control()
+    never: Any = None
+    desk = ReceiptDesk(tmp_path, control, never, never)
+    with pytest.raises(SetupError, match="wishes"):
+        await desk.receipt({"rollouts": ["one"], "wishes": 3})
+    desk.finalised["two"] = "g1"
+    with pytest.raises(RunStoreError, match=r"Group g1 is stored already\. Next: choose another --group"):
+        await desk.receipt({"rollouts": ["one"], "group": "g1"})
