@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +17,18 @@ import orjson
 import pytest
 
 from conftest import CONTROL, gateway_over, listening, until
-from workbench.errors import DeadlineExceeded, GatewayError, LedgerConflict, LedgerCorrupt, LedgerError, RolloutFrozen
+from workbench.errors import (
+    DeadlineExceeded,
+    FingerprintError,
+    GatewayError,
+    LedgerConflict,
+    LedgerCorrupt,
+    LedgerError,
+    RolloutFrozen,
+    SetupError,
+)
 from workbench.gateway import metrics
+from workbench.gateway.app import SAMPLES_NOTHING
 from workbench.gateway.client import ControlClient
 from workbench.gateway.control import _from_this_machine
 from workbench.gateway.custody import Custodian
@@ -25,7 +38,9 @@ from workbench.gateway.patience import patient
 from workbench.gateway.process import GatewayProcess
 from workbench.gateway.refusals import Refused, refusal_of
 from workbench.gateway.replay import ReplayLog
+from workbench.gateway.settings import CONTROL_TOKEN
 from workbench.gateway.sse import split
+from workbench.gateway.upstream import Acknowledgement
 from workbench.wire import Cause
 
 CHAT, RESPONSES, MESSAGES = DIALECTS.values()
@@ -230,3 +245,65 @@ def test_a_gateway_that_does_not_come_up_is_a_deadline_and_stopped(
     settings = {"ledger_dir": str(tmp_path), "worker_url": "http://127.0.0.1:1"}
     with pytest.raises(DeadlineExceeded, match=r"did not serve within 0\.001 s"):
         GatewayProcess.start(settings, start_timeout_s=0.001)
+
+
+async def served(scope: Any, receive: Any, send: Any) -> None:
+    """A worker that answers whatever it is asked, with the path that it was asked for."""
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+    await send({"type": "http.response.body", "body": orjson.dumps({"path": scope["path"]})})
+
+
+async def test_what_samples_nothing_and_what_is_not_captured_passes_and_leaves_no_row(tmp_path: Path) -> None:
+    async with listening(served) as worker, httpx.AsyncClient() as http:
+        for captured, path in ((True, SAMPLES_NOTHING[0].strip("/")), (False, "v1/chat/completions")):
+            ledger = tmp_path / str(captured)
+            async with gateway_over(worker, ledger, capture_enabled=captured) as (url, _):
+                answer = await http.post(f"{url}/ng-rollout/r.0.0.0/{path}", json={"model": "policy", "messages": []})
+                assert answer.json() == {"path": f"/{path}"}, answer.text
+            assert not list(ledger.glob("*.lineage.jsonl"))
+
+
+async def test_a_gateway_that_is_stopping_says_so(tmp_path: Path) -> None:
+    async with (
+        listening(served) as worker,
+        httpx.AsyncClient() as http,
+        gateway_over(worker, tmp_path) as (url, gateway),
+    ):
+        await gateway.end_calls()
+        answer = await http.post(f"{url}/ng-rollout/r.0.0.0/v1/chat/completions", json={"messages": []})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "gateway_stopping")
+
+
+def test_a_response_that_cannot_be_fingerprinted_leaves_a_failure_row() -> None:
+    custodian = object.__new__(Custodian)
+    written: list[tuple[Any, ...]] = []
+
+    def commit(*_: Any) -> None:
+        raise FingerprintError("content must be text")
+
+    custodian.__dict__ |= {
+        "_why_not": lambda *_: None,
+        "_commit": commit,
+        "_write_failure": lambda call, *failed: written.append(failed),
+        "_note": lambda *_: None,
+    }
+    coords = {"rollout_id": "r", "model_call_id": "c", "prev_len": 0, "delta_len": 0, "cum_len": 0,
+              "weight_version": 0, "disposition": "capture_failed"}  # fmt: skip
+    call: Any = None
+    custodian._write(call, {}, [], Acknowledgement(coords))
+    assert written == [(Cause.WORKER_CAPTURE_FAILED, "response has no fingerprint: content must be text")]
+
+
+def test_a_gateway_process_that_is_told_nonsense_says_so() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        done = subprocess.run(
+            [sys.executable, "-m", "workbench.gateway", str(listener.fileno())],
+            input=b"{\n",
+            capture_output=True,
+            pass_fds=(listener.fileno(),),
+            env={**os.environ, CONTROL_TOKEN: CONTROL},
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == SetupError.exit_code
+    assert b"expected the settings as one JSON line on stdin" in done.stderr
