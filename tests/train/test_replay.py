@@ -277,10 +277,13 @@ def replaying_rank(rank, port, model, folder, rows):
     metrics = learner.train_step(1, [row.rollout_id for row in rows])
     learner.publish(1)
     unknown = [replace(row, routes=None if rank else np.full_like(row.routes, -1)) for row in rows]
-    try:
-        learner.step_on(2, unknown)
-    except TrainerError as error:
-        torch.save({"metrics": metrics, "refused": str(error)}, f"{folder}/rank{rank}.pt")
+    flat = [replace(row, routes=None if rank else row.routes[:, :1]) for row in rows]
+    refused = []
+    for wrong in (unknown, flat):
+        with pytest.raises(TrainerError) as caught:
+            learner.step_on(2, wrong)
+        refused.append(str(caught.value))
+    torch.save({"metrics": metrics, "refused": refused}, f"{folder}/rank{rank}.pt")
     learner.leave()
 
 
@@ -309,5 +312,7 @@ def test_two_ranks_replay_as_one(moe, moe_path, tmp_path):
     moved = {name: (weight - before[name]).norm() for name, weight in ours.items()}
     assert all(moved[name] > 0 for name in moved if name.endswith("mlp.gate.weight"))
     assert all((theirs[name] - ours[name]).norm() <= 2e-2 * moved[name] for name in ours)
-    # Every rank hears of a batch without a route, and none waits for another.
-    assert all("none of the 80 positions in the loss has a route" in answer["refused"] for answer in answers)
+    # Every rank hears of a batch without a route, or with another model's, and none waits for another.
+    for answer in answers:
+        assert "none of the 80 positions in the loss has a route" in answer["refused"][0]
+        assert f"has routes of 1 layers × {TOPK} experts, the model has" in answer["refused"][1]
