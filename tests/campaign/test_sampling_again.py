@@ -106,9 +106,11 @@ async def test_groups_that_were_left_open_come_first_in_their_order_and_only_unf
 
     monkeypatch.setattr(sampling, "read_group", read_group)
     bench.republish = republish
+    lines: list[dict] = []
+    bench.state.writer.group = lines.append
     bench.release.set()
     left_open = [
-        OpenGroup(f"g0000{n}", [f"run.{n}.{i}.0" for i in range(3)], n, 2, finished, recorded=True, weight_version=1)
+        OpenGroup(f"g0000{n}", [f"run.{n}.{i}.0" for i in range(3)], n, 2, finished, recorded=n != 6, weight_version=1)
         for n, finished in ((4, True), (5, False), (6, True))
     ]
     bench.pump._left_open, bench.pump._next_group, bench.pump._steps_done = deque(left_open), 7, 2
@@ -123,6 +125,8 @@ async def test_groups_that_were_left_open_come_first_in_their_order_and_only_unf
     assert set(outcomes) == {"g00004", "g00006"}
     assert sorted(bench.ended) == [*(f"run.5.{i}.2" for i in range(3)), *(f"run.7.{i}.0" for i in range(3))]
     assert steps[0][0].weight_version == 1
+    # What the stopped process stored and did not come to write down is written down now, without a time of sampling.
+    assert [row["group_id"] for row in lines if row["sampling_s"] is None] == ["g00006"]
 
 
 async def test_a_group_that_lost_its_parts_since_the_run_was_opened_ends_it_and_frees_its_place(monkeypatch):
