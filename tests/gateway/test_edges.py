@@ -305,5 +305,5 @@ def test_a_gateway_process_that_is_told_nonsense_says_so() -> None:
             timeout=60,
             check=False,
         )
-    assert done.returncode == SetupError.exit_code
+    assert done.returncode == SetupError.exit_code, done.stderr
     assert b"expected the settings as one JSON line on stdin" in done.stderr
