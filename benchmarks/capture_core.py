@@ -33,7 +33,8 @@ class Memory:
 
 def captured(turns: list[inputs.Turn], rollout_id: str = inputs.ROLLOUT) -> tuple[list[StagedCall], list[CommitCoords]]:
     """What capturing a chain stages and answers; parents' hashes are learnt on the way."""
-    sink, answers = Memory(), []
+    sink = Memory()
+    answers: list[CommitCoords] = []
     core = CaptureCore(sink, lambda: 1, sink_timeout_s=None)
     for number, turn in enumerate(turns):
         parent = answers[-1].chain_hash if answers else None
@@ -51,11 +52,12 @@ def job(calls: int, tokens: int, *, prefix: str = "array", ids: str = "array") -
     """Capture one chain; prefixes, and the ids of prompt and answer, as `array` or `list`."""
     turns = inputs.turns(calls, tokens)
     hashes = [None, *(coords.chain_hash for coords in captured(turns)[1])]
-    prepared = [
+    prepared: list[tuple[dict[str, Any], Any, Any, Any, Any]] = [
         (
             inputs.admission(turn, hashes[number], number),
             (turn.prefix.tolist() if prefix == "list" else turn.prefix) if turn.parent else None,
-            *(column.tolist() if ids == "list" else column for column in (turn.prompt, turn.sampled)),
+            turn.prompt.tolist() if ids == "list" else turn.prompt,
+            turn.sampled.tolist() if ids == "list" else turn.sampled,
             turn.logprobs.tolist() if ids == "list" else turn.logprobs,
         )
         for number, turn in enumerate(turns)

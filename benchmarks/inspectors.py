@@ -12,6 +12,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,16 @@ def best(make: Callable[[], Any], tries: int = 5) -> tuple[float, Any]:
         made = make()
         quickest = min(quickest, time.process_time() - began)
     return quickest * 1_000, made
+
+
+def live(view: Any) -> Any:
+    """The view's live form, made anew."""
+    return type(view.live).of(view)
+
+
+def live_tree(chain: PrefixChain) -> Any:
+    """The live form of a chain's tree, without the strip below it."""
+    return type(chain.live.chain).of(chain)
 
 
 def report(what: str, ms: float, size: int | None = None) -> None:
@@ -67,16 +78,16 @@ def main() -> None:
     vocabulary = large.vocabulary()
     for tokens, calls in ((100_000, 300), (131_072, 500)):
         frame = large.row(tokens, calls)
-        ms, strip = best(lambda frame=frame: TokenStrip(frame, vocabulary=vocabulary))
-        packed, widget = best(lambda strip=strip: type(strip.live).of(strip))
+        ms, strip = best(partial(TokenStrip, frame, vocabulary=vocabulary))
+        packed, widget = best(partial(live, strip))
         report(f"TokenStrip, {tokens:,} tokens, {calls} calls: live view", ms + packed, len(widget.block))
         ms, shot = best(strip.snapshot, tries=1)
         report(f"TokenStrip, {tokens:,} tokens, {calls} calls: snapshot", ms, len(shot.html) + len(shot.png or b""))
     for shape in ("chain", "star", "bush"):
         calls_frame = large.tree(10_000, shape)
-        ms, chain = best(lambda calls_frame=calls_frame: PrefixChain(calls_frame))
+        ms, chain = best(partial(PrefixChain, calls_frame))
         report(f"PrefixChain, 10,000 calls ({shape}): build", ms)
-        ms, widget = best(lambda chain=chain: type(chain.live.chain).of(chain))
+        ms, widget = best(partial(live_tree, chain))
         report(f"PrefixChain, 10,000 calls ({shape}): live view", ms, len(widget.block))
         ms, shot = best(chain.snapshot, tries=1)
         report(f"PrefixChain, 10,000 calls ({shape}): snapshot", ms, len(shot.html) + len(shot.png or b""))
@@ -86,8 +97,8 @@ def main() -> None:
         ("10 % edited", large.edited(one, every=10)),
         ("unrelated", large.row(50_000, 200, seed=9)),
     ):
-        ms, diff = best(lambda other=other: RowDiff(one, other, vocabulary=vocabulary), tries=3)
-        packed, widget = best(lambda diff=diff: type(diff.live).of(diff), tries=3)
+        ms, diff = best(partial(RowDiff, one, other, vocabulary=vocabulary), tries=3)
+        packed, widget = best(partial(live, diff), tries=3)
         size = len(widget.one) + len(widget.other) + len(widget.block)
         report(f"RowDiff, 50,000 against 50,000 tokens, {name}", ms + packed, size)
     if path:

@@ -8,9 +8,10 @@ It thinks in two turns and prints its last answer. `black_box.py` runs it in a c
 import sys
 
 from openai import OpenAI
+from openai.types.chat import ChatCompletionMessageParam
 
 client = OpenAI()  # reads OPENAI_BASE_URL and OPENAI_API_KEY
-messages = [{"role": "user", "content": sys.argv[1]}]
+messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": sys.argv[1]}]
 for follow_up in ("Are you sure? Answer once more, in one line.", None):
     answer = client.chat.completions.create(model="policy", messages=messages).choices[0].message.content or ""
     messages.append({"role": "assistant", "content": answer})

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
-import psutil
 import pytest
 
 
@@ -14,31 +11,19 @@ def ray_cluster(tmp_path_factory):
     import ray
 
     from workbench import dataplane
+    from workbench.campaign import ray_cluster
 
-    mine = psutil.Process()
-    for attempts_left in (2, 1, 0):
-        before = mine.children(recursive=True)
-        try:
-            ray.init(
-                address="local",
-                num_cpus=8,
-                include_dashboard=False,
-                log_to_driver=False,
-                configure_logging=False,
-                object_store_memory=128 * 1024 * 1024,
-                _system_config=dict(dataplane.LOCAL_RAY),
-                runtime_env={"env_vars": dataplane.environment(5.0, 1), "py_executable": dataplane.interpreter()},
-            )
-            break
-        except Exception as error:
-            # Ray gives its own processes 30 s, and nobody can give them more; a busy machine may need a second try.
-            ray.shutdown()
-            # It leaves what it had started, which would keep the next attempt from the processors.
-            for left in set(mine.children(recursive=True)) - set(before):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    left.kill()
-            if not attempts_left or "timed out during startup" not in str(error):
-                raise
+    options = {
+        "address": "local",
+        "num_cpus": 8,
+        "include_dashboard": False,
+        "log_to_driver": False,
+        "configure_logging": False,
+        "object_store_memory": 128 * 1024 * 1024,
+        "_system_config": dict(dataplane.LOCAL_RAY),
+        "runtime_env": {"env_vars": dataplane.environment(5.0, 1), "py_executable": dataplane.interpreter()},
+    }
+    ray_cluster.start_own(options, 120.0)
     yield ray
     ray.shutdown()
 

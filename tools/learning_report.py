@@ -15,6 +15,7 @@ import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import yaml
@@ -46,10 +47,10 @@ def read(folder: Path) -> dict[str, Any]:
         "shuffled": recipe["train"]["advantage"]["shuffle"],
         "minutes": round((ended - began) / 60, 1),
         "rollouts": run.rollouts.height,
-        "valid_row_rate": round(float(steps["valid_row_rate"].mean()), 4),
-        "token_in_rate_after_roots": round(float(steps["token_in_rate_after_roots"].mean()), 4),
-        "proof_mean_abs_delta_max": round(float(steps["proof_mean_abs_delta"].max()), 4),
-        "gen_kl_error_mean": round(float(steps["gen_kl_error"].mean()), 6),
+        "valid_row_rate": round(fmean(steps["valid_row_rate"].drop_nulls()), 4),
+        "token_in_rate_after_roots": round(fmean(steps["token_in_rate_after_roots"].drop_nulls()), 4),
+        "proof_mean_abs_delta_max": round(max(steps["proof_mean_abs_delta"].drop_nulls()), 4),
+        "gen_kl_error_mean": round(fmean(steps["gen_kl_error"].drop_nulls()), 6),
         "rewards": rewards,
         "rise": {name: round(value, 4) for name, value in asdict(rise).items()},
         "recipe": recipe,

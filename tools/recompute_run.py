@@ -197,7 +197,7 @@ _models: dict[Path, Any] = {}
 def recompute(run: Path, model: Path | None = None) -> Comparison:
     """Compare every step of a run. `model` is the folder that it started from; None leaves its log-probs out."""
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())
-    stored = {}
+    stored: dict[str, dict[str, Any]] = {}
     for path in sorted((run / "rows").glob("*.parquet")):
         stored |= {row["rollout_id"]: row for row in pq.read_table(path).to_pylist()}
     replays = (recipe["train"].get("router_replay") or {}).get("mode", "none") != "none"

@@ -43,11 +43,11 @@ def recipe_page() -> str:
         "# Recipe reference\n\nEvery key, with what it takes, its default, and its meaning. "
         "`workbench recipe show RECIPE` prints the resolved values and where each comes from."
     ]
-    top = [row for row in _fields(Recipe) if not _is_section(row[1])]
+    top = [row for row in _fields(Recipe) if _section_of(row[1]) is None]
     parts.append(_table(top, ""))
     for name, field in _fields(Recipe):
-        if _is_section(field):
-            parts += _section(name, field.annotation)
+        if (section := _section_of(field)) is not None:
+            parts += _section(name, section)
     return "\n\n".join(parts) + "\n"
 
 
@@ -55,19 +55,20 @@ def _section(path: str, section: type[BaseModel]) -> Iterator[str]:
     own = section.__doc__ or ""
     yield f"## {path}" + (f"\n\n{_line(own)}" if own and own != BaseModel.__doc__ else "")
     rows = list(_fields(section))
-    if flat := [row for row in rows if not _is_section(row[1])]:
+    if flat := [row for row in rows if _section_of(row[1]) is None]:
         yield _table(flat, f"{path}.")
     for name, field in rows:
-        if _is_section(field):
-            yield from _section(f"{path}.{name}", field.annotation)
+        if (below := _section_of(field)) is not None:
+            yield from _section(f"{path}.{name}", below)
 
 
 def _fields(section: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
     yield from section.model_fields.items()
 
 
-def _is_section(field: FieldInfo) -> bool:
-    return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
+def _section_of(field: FieldInfo) -> type[BaseModel] | None:
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def _table(rows: list[tuple[str, FieldInfo]], prefix: str) -> str:

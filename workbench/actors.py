@@ -46,10 +46,11 @@ async def answer(awaitable: Awaitable[T], timeout_s: float | None) -> T:
         raise ActorLost(str(error).strip().splitlines()[0], died=True) from None
 
 
-async def within(awaitable: Awaitable[T], timeout_s: float, component: str, doing: str) -> T:
+async def within(awaitable: Awaitable[T], timeout_s: float, component: str, doing: str, *, key: str = "") -> T:
     """Await with a deadline, and turn a dead Ray actor into an error that names it.
 
-    Raises `DeadlineExceeded` after `timeout_s` seconds and `ComponentDied` where the actor or its node is gone.
+    Raises `DeadlineExceeded` after `timeout_s` seconds, with the recipe's `key` that raises it where there is one, and
+    `ComponentDied` where the actor or its node is gone.
     A deliberate error raised inside the actor comes out as itself, not wrapped in Ray's.
     """
     try:
@@ -57,9 +58,10 @@ async def within(awaitable: Awaitable[T], timeout_s: float, component: str, doin
     except ActorLost as lost:
         if lost.died:
             raise ComponentDied(f"{component} died while {doing}: {lost}") from None
+        longer = f"raise {key} where the machine is only busy, else " if key else ""
         raise DeadlineExceeded(
-            f"{component} did not finish {doing} within {timeout_s:g} s. Next: workbench doctor, and the last events "
-            "of the run (events.jsonl)."
+            f"{component} did not finish {doing} within {timeout_s:g} s. Next: {longer}workbench doctor, and the last "
+            "events of the run (events.jsonl)."
         ) from None
 
 

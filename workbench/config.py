@@ -77,10 +77,7 @@ def resolve_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> R
         written = _plain(layer.values)
         _check_keys(written, Recipe, layer.origin)
         _forget_options_of_another(merged, layer.values)
-        try:
-            merged = _mapping(OmegaConf.merge(merged, layer.values))
-        except OmegaConfBaseException as error:
-            raise RecipeError(f"{layer.origin}: {_one_line(error)}") from error
+        merged = _mapping(OmegaConf.merge(merged, layer.values))
         for key, value in _leaves(written):
             if value != MISSING or key not in origins:
                 origins[key] = layer.origin

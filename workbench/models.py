@@ -25,6 +25,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from workbench.errors import ModelMissing
 from workbench.places import home
@@ -184,22 +185,7 @@ def _build_tiny(folder: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(build("smollm2-135m"))
     _save_tokenizer(tokenizer, folder, cured=True)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        max_position_embeddings=MAX_POSITIONS,
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype=torch.float32,
-    )
+    config = LlamaConfig(**_small(tokenizer), num_hidden_layers=2)
     with torch.random.fork_rng():
         torch.manual_seed(TINY_SEED)
         model = LlamaForCausalLM(config)
@@ -213,31 +199,40 @@ def _build_tiny_moe(folder: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(build("smollm2-135m"))
     _save_tokenizer(tokenizer, folder, cured=True)
-    config = Qwen3MoeConfig(  # type: ignore[call-arg] # head_dim is the model's, and taken all the same
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=32,
+    config = Qwen3MoeConfig(
+        **_small(tokenizer),
         num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
+        moe_intermediate_size=32,
         num_experts=16,
         num_experts_per_tok=4,
         norm_topk_prob=True,
-        max_position_embeddings=MAX_POSITIONS,
-        initializer_range=0.1,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        dtype=torch.float32,
     )
     with torch.random.fork_rng():
         torch.manual_seed(TINY_MOE_SEED)
         model = Qwen3MoeForCausalLM(config)
     _let_turns_end(model, tokenizer.eos_token_id)
     _save_model(model, folder)
+
+
+def _small(tokenizer) -> dict[str, Any]:
+    """The shape that both made-up models have, but for their layers."""
+    import torch
+
+    return {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "max_position_embeddings": MAX_POSITIONS,
+        "initializer_range": 0.1,
+        "tie_word_embeddings": True,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "dtype": torch.float32,
+    }
 
 
 def _let_turns_end(model, eos_token_id: int) -> None:

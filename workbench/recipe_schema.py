@@ -192,6 +192,9 @@ class Finalizer(Section):
 class Deadlines(Section):
     """How soon a part that died or hangs is found out. What one task may take stands with the task (`timeout_s`)."""
 
+    start_s: Seconds = 180.0
+    """How long each of Ray, TransferQueue, the gateway, the start-up probe and the look at a cluster's nodes may take
+    at the start. Engine, trainer and finalizers have `engine.start_timeout_s`."""
     heartbeat_s: Seconds = 1.0
     """How often every part is asked whether it is alive."""
     replace_s: Seconds = 60.0

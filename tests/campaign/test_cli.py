@@ -5,17 +5,24 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
+import orjson
 import pytest
 from click.testing import CliRunner
+from stored_run import make_run
 
+from workbench import runs
 from workbench.campaign import doctor, machine
 from workbench.campaign.cli import main
 from workbench.campaign.doctor import browser, logical_cpus, model, port, temporary_directory, torch_companions
 from workbench.config import load_recipe, shipped_recipes
+from workbench.demo import recorded_run
+from workbench.errors import RunStoreError
 
 HEAVY = ("torch", "ray", "vllm", "plotly", "pandas", "polars", "omegaconf", "openai", "transfer_queue")
 
@@ -47,6 +54,35 @@ def test_help_imports_nothing_heavy_and_answers_at_once():
     assert done.stdout.splitlines()[-1] == "HEAVY []"
     # Processor time, which others on the machine hardly change: 0.1 s; the bound leaves room for a slow machine.
     assert min(seconds) < 1.0
+
+
+def test_a_reader_who_has_seen_enough_sees_no_traceback():
+    """`workbench recipe list | head -1`"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "workbench.campaign.cli", "recipe", "list"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    os.close(writer)
+    assert done.stderr == ""
+
+
+def test_a_fault_of_ours_is_shown_whole_and_an_interrupt_is_a_line(monkeypatch, tmp_path, capsys):
+    for error, code in ((OSError(errno.ENOENT, "gone"), None), (KeyboardInterrupt(), 130)):
+
+        def raises(folder, error=error):
+            raise error
+
+        monkeypatch.setattr("workbench.campaign.listing.listing", raises)
+        with pytest.raises(SystemExit if code else OSError) as ended:
+            main(["ls", str(tmp_path)])
+        assert code is None or ended.value.code == code
+    assert capsys.readouterr().err.strip() == "workbench: interrupted"
+
+
+def test_debugging_shows_the_traceback_of_a_deliberate_error(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORKBENCH_DEBUG", "1")
+    with pytest.raises(RunStoreError, match="No runs in"):
+        main(["ls", str(tmp_path)])
 
 
 def test_every_command_has_help_and_a_sentence():
@@ -271,3 +307,62 @@ def test_the_lab_opens_at_the_notebooks_and_for_root_in_a_container_too(monkeypa
     main(["lab", "--no-browser"], standalone_mode=False)
     assert ("--allow-root" in given) == (user == 0)
     assert given[-1] == "--no-browser" and any(word.endswith("/lab/tree/notebooks") for word in given)
+
+
+def ended(*arguments: str) -> int:
+    """The exit code of a command, run in this process."""
+    try:
+        main(list(arguments))
+    except SystemExit as code:
+        return int(code.code or 0)
+    return 0
+
+
+def test_a_run_and_a_rollout_are_described_and_the_list_is_json_for_programs(tmp_path, capsys):
+    shutil.copytree(recorded_run(), tmp_path / "run")
+    assert ended("inspect", str(tmp_path / "run")) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("Run ") and "rollouts valid" in said
+    rollout = runs.open(tmp_path / "run").rollouts["rollout_id"][0]
+    assert ended("inspect", str(tmp_path / "run"), rollout) == 0
+    assert rollout in capsys.readouterr().out
+    assert ended("ls", "--json", str(tmp_path)) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert orjson.loads(line)["status"] == "done" and "token_in_rate" in orjson.loads(line)
+
+
+def test_an_unresolved_call_is_explained_in_words(tmp_path, capsys):
+    run_dir = make_run(tmp_path / "stored", steps=1)
+    assert ended("inspect", str(run_dir), "stored.1.1.0") == 0
+    assert "history_edited" in capsys.readouterr().out
+
+
+def test_corpora_models_and_a_sweep_are_run_by_their_commands(tmp_path, capsys, monkeypatch, tiny_model):
+    assert ended("conformance", str(Path(__file__).parents[1] / "conformance" / "routes.jsonl")) == 0
+    assert "routes" in capsys.readouterr().out
+    assert ended("models", "build", "tiny") == 0
+    assert capsys.readouterr().out.strip() == str(tiny_model)
+    begun = []
+    monkeypatch.setattr("workbench.campaign.sweep.run_sweep", lambda planned, recipes: begun.append(recipes) or 1)
+    assert ended("sweep", "cpu_smoke", "train.steps=2,3", f"reports.dir={tmp_path}") == 1
+    assert [recipe.train.steps for recipe in begun[0]] == [2, 3]
+    monkeypatch.setattr("workbench.campaign.sweep.write_index", lambda folder: folder / "index.ipynb")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "sweep.json").write_text("{}")
+    assert ended("report", str(tmp_path / "a")) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "a" / "index.ipynb")
+
+
+def test_a_stopped_run_is_gone_on_with_by_its_command(tmp_path, monkeypatch):
+    run_dir = Path(shutil.copytree(recorded_run(), tmp_path / "run"))
+    asked = []
+    monkeypatch.setattr("workbench.campaign.doctor.refuse_unable", lambda recipe: None)
+    monkeypatch.setattr("workbench.campaign.runner.resume_run", lambda recipe, run: asked.append((recipe, run)) or 3)
+    assert ended("resume", str(run_dir), "train.steps=99") == 3
+    assert [(recipe.train.steps, run) for recipe, run in asked] == [(99, run_dir)]
+
+
+def test_a_machine_that_lacks_something_ends_doctor_with_2(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "examine", lambda recipe, quick: [machine.Finding("memory", "1 GiB", "buy some")])
+    assert ended("doctor", "cpu_smoke") == 2
+    assert capsys.readouterr().out == "BAD memory                 1 GiB; buy some\n"

@@ -67,6 +67,11 @@ def test_a_dry_run_starts_nothing_and_leaves_nothing(tmp_path):
     assert ray_runs() == ran_before
 
 
+def test_the_plan_of_a_scripted_engine_names_its_script():
+    recipe = load_recipe("cpu_smoke", ["engine.kind=scripted", "engine.script_path=answers.jsonl"])
+    assert "(1): the scripted engine, answers.jsonl" in plan(recipe, "cpu_smoke", [], "mine")
+
+
 def test_the_plan_of_six_nodes_puts_the_trainer_on_four_and_the_engines_on_two():
     placed = bundles(load_recipe("nano_swe_6n"))
     trainer = [bundle for bundle in placed if bundle.role == RANK]

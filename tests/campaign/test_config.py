@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from workbench.campaign import derived
-from workbench.config import describe, load_recipe, resolve_recipe
+from workbench.config import allowed_in_words, describe, load_recipe, resolve_recipe
 from workbench.errors import RecipeError
 from workbench.places import shipped
 from workbench.recipe_schema import Recipe
@@ -127,6 +127,8 @@ def test_origins_say_where_each_value_came_from(tmp_path):
         ("steps", "expected key=value"),
         ("train.steps=[", "cannot be read"),
         ("ray.num_cpus=2", "ray.num_cpus: expected at least 3 logical CPUs"),
+        ("train.router_replay.mode=direct", "train.router_replay.mode: expected none, because token_capture.routes"),
+        ("token_capture={enabled: false, routes: true}", "token_capture.routes: expected false, because routes are"),
         ("sampling.max_tokens=1024", "sampling.max_tokens: expected less than model.max_model_len (1024)"),
         ("environment.misbehave.retry=1.5", "environment.misbehave.retry: expected a number ≥ 0.0 and ≤ 1.0"),
         ("environment.misbehave={retry: 0.6, edit: 0.6}", "retry + branch + overflow + edit to be at most 1, got 1.2"),
@@ -154,6 +156,11 @@ def test_a_wrong_override_is_refused_in_one_line(override, expected):
 )
 def test_a_wrong_file_is_refused_by_its_name(tmp_path, text, expected):
     assert expected in refusal(write(tmp_path, "r.yaml", text))
+
+
+def test_what_a_key_takes_is_said_of_the_whole_field_and_of_nothing_unknown():
+    assert allowed_in_words(("train", "steps", 0)) == allowed_in_words(("train", "steps")) == "a whole number ≥ 1"
+    assert allowed_in_words(("nowhere",)) == "another value"
 
 
 def test_an_unknown_recipe_names_the_nearest_and_all_others():

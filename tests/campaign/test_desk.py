@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import stat
 import subprocess
@@ -17,8 +18,8 @@ import pytest
 from workbench import runs
 from workbench.campaign import desk_socket
 from workbench.campaign.call_lines import CallLines, Facts
-from workbench.campaign.desk import response_id_of
-from workbench.errors import DeadlineExceeded, SetupError, WorkbenchError
+from workbench.campaign.desk import ReceiptDesk, response_id_of
+from workbench.errors import DeadlineExceeded, RunStoreError, SetupError, WorkbenchError
 from workbench.ledger import LedgerStore
 from workbench.wire import CallRecord, RolloutCommit
 
@@ -156,3 +157,72 @@ def test_a_start_that_is_cut_short_ends_although_a_thread_of_it_does_not(tmp_pat
     assert f"stopping on {name}" in said
     campaign = runs.open(tmp_path / "run").campaign
     assert campaign.select("state", "error").row(0) == ("interrupted", f"stopped by {name} before it served")
+
+
+async def test_who_leaves_before_the_answer_or_says_too_much_is_told_nothing_and_the_next_one_is_answered() -> None:
+    async def handle(request: Any) -> Any:
+        return {"verdict": "kept"}
+
+    async with desk_socket.listening(handle) as path:
+        _, writer = await asyncio.open_unix_connection(str(path))
+        with contextlib.suppress(ConnectionError):
+            writer.write(b"x" * (desk_socket.LONGEST_LINE + 2))
+            await writer.drain()
+        writer.close()
+        assert await asyncio.to_thread(desk_socket.ask, str(path), {"rollouts": ["a"]}, 10.0) == {"verdict": "kept"}
+
+
+async def test_a_server_that_closes_without_an_answer_is_an_error_and_no_wait(tmp_path: Path) -> None:
+    async def closes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.close()
+
+    path = tmp_path / "desk"
+    async with await asyncio.start_unix_server(closes, str(path)):
+        with pytest.raises(ConnectionError, match="closed the connection before it answered"):
+            await asyncio.to_thread(desk_socket.ask, str(path), {}, 10.0)
+
+
+async def test_lines_of_a_ledger_that_is_not_there_yet_and_the_last_ones_are_shown(tmp_path: Path) -> None:
+    shown: list[str] = []
+    came = asyncio.Event()
+
+    async def facts(call_ids: Any) -> dict[str, Any]:
+        return {}
+
+    def show(line: str) -> None:
+        shown.append(line)
+        came.set()
+
+    lines = CallLines(tmp_path / "ledger", facts, show)
+    follower = asyncio.create_task(lines.follow())
+    store = LedgerStore(tmp_path / "ledger")
+    row = record("c0")
+    store.record(RolloutCommit(rollout_id="my-1", record=row, staging_chain=[row.staging_key]), [], [])
+    await asyncio.wait_for(came.wait(), 10)
+    follower.cancel()
+    await asyncio.wait([follower])
+    row = record("c1")
+    store.record(RolloutCommit(rollout_id="my-1", record=row, staging_chain=[row.staging_key]), [], [])
+    lines.last_look()
+    assert len(shown) == 2 and lines.calls == 2
+
+
+async def test_what_no_receipt_was_ever_asked_with_and_a_group_that_is_stored_are_refused(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path / "ledger")
+    for rollout_id in ("one", "two"):
+        row = record("c0")
+        store.record(RolloutCommit(rollout_id=rollout_id, record=row, staging_chain=[row.staging_key]), [], [])
+
+    class Control:
+        async def manifest(self, rollout_id: str) -> Any:
+            return store.manifest(rollout_id)
+
+    control: Any = Control()
+    never: Any = None
+    desk = ReceiptDesk(tmp_path, control, never, never)
+    with pytest.raises(SetupError, match="wishes"):
+        await desk.receipt({"rollouts": ["one"], "wishes": 3})
+    desk.finalised["two"] = "g1"
+    with pytest.raises(RunStoreError, match=r"Group g1 is stored already\. Next: choose another --group"):
+        await desk.receipt({"rollouts": ["one"], "group": "g1"})

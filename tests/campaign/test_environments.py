@@ -160,6 +160,20 @@ async def test_a_full_window_ends_the_rollout_with_what_it_has():
     assert "refused" in refused.error
 
 
+async def test_a_full_window_ends_any_of_the_games():
+    briefly = Endpoint(["Rain."], refuse=lambda body: len(body["messages"]) > 2)
+    result = await play(made("environment={name: say_briefly, options: {turns: 2}}"), briefly)
+    assert "longer than the window" in result.ended_early and result.response["id"] == "chatcmpl-1"
+    refused = await play(made("environment.name=add_up"), Endpoint(["1"], refuse=lambda body: True))
+    assert refused.response is None and "the only request was refused" in refused.error
+
+
+async def test_an_agent_that_has_said_nothing_yet_has_nothing_to_edit():
+    endpoint = Endpoint(["7"])
+    result = await play(made("environment.name=add_up", "environment.misbehave.edit=1.0"), endpoint)
+    assert len(endpoint.requests) == 1 and result.error is None
+
+
 async def test_a_retry_sends_the_same_body_twice_and_goes_on_with_the_second_answer():
     endpoint = Endpoint(["Guess: 1", "Guess: 2", "Guess: 3", "Guess: 4"])
     result = await play(made("environment.misbehave.retry=1.0"), endpoint)
@@ -232,6 +246,11 @@ async def test_faults_come_in_their_shares_and_again_with_the_same_rng():
         ("environment.options.turns=x", "environment.options.turns: expected int, like 3; got 'x'"),
         ("environment.options.turns=1", "environment.options.turns: expected 2 to 16, got 1"),
         ("environment.options.low=30", "expected 0 ≤ low < high"),
+        (
+            "environment={name: say_briefly, options: {words: 1}}",
+            "environment.options.words: expected at least 2, got 1",
+        ),
+        ("environment={name: add_up, options: {high: 0}}", "environment.options.high: expected at least 1, got 0"),
         ("environment={name: say_briefly, options: {turns: 9}}", "environment.options.turns: expected 1 to 8, got 9"),
     ],
 )

@@ -131,7 +131,12 @@ def test_the_workspace_bounds_the_file_and_names_what_there_is():
 
 @pytest.mark.parametrize(
     ("options", "expected"),
-    [({"turns": 1}, "2 to 50"), ({"memory_mib": 1}, "64 to 16384"), ({"tries": 1}, "no such option")],
+    [
+        ({"turns": 1}, "2 to 50"),
+        ({"timeout_s": 0.0}, "0 to 300"),
+        ({"memory_mib": 1}, "64 to 16384"),
+        ({"tries": 1}, "no such option"),
+    ],
 )
 def test_wrong_options_are_refused(options, expected):
     with pytest.raises(RecipeError, match=expected):
@@ -148,6 +153,13 @@ def test_a_machine_that_cannot_shut_code_in_must_be_told_to_go_on(monkeypatch):
     monkeypatch.setattr(module, "weaknesses", lambda: ["reading and writing other files"])
     assert "cannot stop reading and writing other files" in FileFix().lacking()
     assert FileFix({"allow_weak_sandbox": True}).lacking() == ""
+
+
+async def test_a_weak_sandbox_is_asked_for_nothing_and_the_rollout_says_why(monkeypatch):
+    monkeypatch.setattr(module, "weaknesses", lambda: ["reading and writing other files"])
+    client = Client()
+    result = await FileFix().run(client, "policy", FileFix().task(1), random.Random(1))
+    assert client.asked == [] and "set environment.options.allow_weak_sandbox" in result.error
 
 
 @pytest.mark.parametrize("shares", [[], ["environment.misbehave.retry=0.5"]])

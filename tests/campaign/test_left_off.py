@@ -92,6 +92,14 @@ def test_a_group_that_is_half_stored_is_sampled_again_under_ids_that_nobody_used
     assert read_left_off(run).open_groups[0].attempt == 7
 
 
+def test_drafts_of_folders_and_files_are_removed_and_named(run):
+    (run / "weights" / ".v00009").mkdir(parents=True)
+    (run / "weights" / ".v00009" / "model.safetensors").write_bytes(b"half")
+    (run / "train" / ".step-9.parquet.tmp").write_bytes(b"half")
+    assert sorted(remove_unfinished(read_left_off(run))) == ["train/.step-9.parquet.tmp", "weights/.v00009"]
+    assert read_left_off(run).unfinished_parts == []
+
+
 def test_groups_that_were_given_up_are_not_open(run):
     untake(run, 4)
     untake(run, 3)

@@ -33,7 +33,7 @@ class Scoring:
         return AgentResult(response=None, transcript=[])
 
     def reward(self, task: Task, result: AgentResult) -> Reward:
-        if isinstance(self._reward, Exception):
+        if isinstance(self._reward, BaseException):
             raise self._reward
         return self._reward() if callable(self._reward) else self._reward
 
@@ -98,6 +98,7 @@ async def test_rewards_that_never_come_cost_their_rollouts_the_vote_and_hold_nob
     ("reward", "says"),
     [
         (ValueError("no number in it"), "its reward raised ValueError: no number in it"),
+        (SystemExit(3), "its reward raised SystemExit: 3"),
         (Reward(float("nan"), {}), "a reward is a finite number"),
         (Reward(1.0, {"form": float("inf")}), "a reward is a finite number"),
     ],

@@ -16,11 +16,13 @@ import psutil
 import pytest
 
 from workbench.campaign.kernel import OwnKernel
-from workbench.campaign.notebook_file import check_parameters, parameter_names
+from workbench.campaign.notebook_file import Outcome, check_parameters, parameter_names, set_outcome
 from workbench.campaign.runner import new_run_dir, report, resume_run, run_notebook
+from workbench.campaign.sweep import INDEX, write_index
 from workbench.config import load_recipe
-from workbench.errors import RecipeError, SetupError
+from workbench.errors import RecipeError, RunStoreError, SetupError
 from workbench.places import MARK, make_ray_directory, shipped
+from workbench.runs.writer import RunWriter
 
 CASE = Path(__file__).with_name("runner_case.py")
 
@@ -46,8 +48,8 @@ time.sleep(600)
 """
 
 
-def notebook(path: Path, *cells: str) -> Path:
-    parameters = nbformat.v4.new_code_cell("run_dir = None", metadata={"tags": ["parameters"]})
+def notebook(path: Path, *cells: str, parameters: str = "run_dir = None") -> Path:
+    parameters = nbformat.v4.new_code_cell(parameters, metadata={"tags": ["parameters"]})
     book = nbformat.v4.new_notebook(cells=[parameters, *(nbformat.v4.new_code_cell(source) for source in cells)])
     nbformat.write(book, path)
     return path
@@ -121,7 +123,6 @@ def test_a_failing_cell_is_a_failed_run_with_the_exit_code_of_its_error(tmp_path
     assert_gone(case.pids)
 
 
-@pytest.mark.kernel
 def test_rays_directory_goes_with_its_run_however_that_ended(monkeypatch):
     kernel, other = OwnKernel(), OwnKernel()
     monkeypatch.setenv(MARK, kernel.mark)
@@ -134,6 +135,7 @@ def test_rays_directory_goes_with_its_run_however_that_ended(monkeypatch):
     assert not not_mine.exists()
 
 
+@pytest.mark.kernel
 def test_a_killed_kernel_is_a_failed_run_in_seconds(tmp_path):
     case = Case(tmp_path / "run", START, WAIT, "print('never')")
     case.until("waiting")
@@ -183,6 +185,50 @@ def test_the_summary_of_the_time_before_is_gone_while_a_run_goes_on(tmp_path):
     assert case.end() == 0, case.err
 
 
+@pytest.mark.kernel
+def test_a_run_that_is_gone_on_with_executes_its_notebook_over_its_own_recipe(tmp_path, monkeypatch, capfd):
+    parameters = "recipe = overrides = run_dir = None\nresume = False"
+    notebook(tmp_path / "10_campaign.ipynb", "print(resume, recipe, overrides, run_dir)", parameters=parameters)
+    monkeypatch.setattr("workbench.campaign.runner.shipped", lambda name: tmp_path)
+    run_dir = tmp_path / "run"
+    RunWriter(run_dir).close()
+    recipe = load_recipe("cpu_smoke", ["train.steps=9"])
+    assert resume_run(recipe, run_dir) == 0
+    executed = nbformat.read(run_dir / "campaign.ipynb", as_version=4)
+    assert executed.cells[-1].outputs[0].text.strip() == f"True {run_dir}/recipe.yaml [] {run_dir}"
+    assert load_recipe(run_dir / "recipe.yaml") == recipe
+    said = capfd.readouterr()
+    assert said.out.startswith("Run run: done") and f"Run {run_dir} (Ctrl-C stops it" in said.err
+
+
+@pytest.mark.kernel
+def test_a_report_or_an_index_that_fails_is_an_error_with_what_its_cell_said(tmp_path, monkeypatch):
+    run_dir = tmp_path / "run"
+    RunWriter(run_dir).close()
+    monkeypatch.setattr("workbench.campaign.runner.shipped", lambda name: tmp_path)
+    monkeypatch.setattr("workbench.campaign.sweep.shipped", lambda name: tmp_path)
+    notebook(tmp_path / "10_campaign.ipynb", "print('seen')")
+    assert report(run_dir) == run_dir / "campaign.ipynb"
+    notebook(tmp_path / "10_campaign.ipynb", "raise ValueError('no steps')")
+    with pytest.raises(RunStoreError, match="the report failed, ValueError: no steps"):
+        report(run_dir)
+    notebook(tmp_path / INDEX, "print(folder)", parameters="folder = None")
+    assert write_index(run_dir) == run_dir / "index.ipynb"
+    notebook(tmp_path / INDEX, "raise ValueError('no runs')", parameters="folder = None")
+    with pytest.raises(SetupError, match="the index failed, ValueError: no runs"):
+        write_index(run_dir)
+
+
+def test_a_kernel_that_never_was_or_has_ended_is_not_interrupted(monkeypatch):
+    kernel = OwnKernel()
+    assert not kernel.interrupt()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    monkeypatch.setattr(OwnKernel, "pid", ended.pid)
+    assert not kernel.interrupt()
+    kernel.end()
+
+
 def test_a_second_runner_at_a_run_is_refused_and_changes_nothing_of_it(tmp_path):
     (tmp_path / "recipe.yaml").write_text("of the first")
     holder = os.open(tmp_path, os.O_RDONLY)
@@ -215,6 +261,14 @@ def test_a_run_that_cannot_be_written_gets_no_report_and_a_line(tmp_path, monkey
 def test_an_unknown_parameter_is_refused_with_the_nearest_one(tmp_path):
     with pytest.raises(RecipeError, match=r"no parameter 'recipee', did you mean recipe\?"):
         check_parameters(shipped("notebooks") / "10_campaign.ipynb", {"recipee": "x"})
+
+
+def test_a_notebook_without_parameters_or_that_was_never_executed_is_named(tmp_path):
+    nbformat.write(nbformat.v4.new_notebook(), tmp_path / "n.ipynb")
+    with pytest.raises(SetupError, match="has no cell tagged 'parameters'"):
+        parameter_names(tmp_path / "n.ipynb")
+    with pytest.raises(SetupError, match="No executed notebook at"):
+        set_outcome(tmp_path / "gone.ipynb", Outcome("done"))
 
 
 def test_annotated_parameters_are_seen(tmp_path):

@@ -12,7 +12,7 @@ from campaign.test_sampling import Bench
 
 from workbench.campaign import sampling
 from workbench.campaign.left_off import OpenGroup
-from workbench.errors import ReplayBufferError
+from workbench.errors import ReplayBufferError, first_cause
 from workbench.train.samplers import Sampler, Selection
 
 WINDOWED = ("train.sampler.name=windowed", "train.max_staleness=0", "train.groups_per_step=2", "train.steps=2")
@@ -123,3 +123,14 @@ async def test_groups_that_were_left_open_come_first_in_their_order_and_only_unf
     assert set(outcomes) == {"g00004", "g00006"}
     assert sorted(bench.ended) == [*(f"run.5.{i}.2" for i in range(3)), *(f"run.7.{i}.0" for i in range(3))]
     assert steps[0][0].weight_version == 1
+
+
+async def test_a_group_that_lost_its_parts_since_the_run_was_opened_ends_it_and_frees_its_place(monkeypatch):
+    bench = Bench("train.groups_per_step=1", "train.steps=2", "rollouts.max_inflight_groups=1")
+    monkeypatch.setattr(sampling, "read_group", lambda run_dir, group_id: None)
+    left = OpenGroup("g00004", [f"run.4.{i}.0" for i in range(3)], 4, 2, True, recorded=True, weight_version=1)
+    bench.pump._left_open, bench.pump._next_group = deque([left]), 5
+    with pytest.raises(BaseExceptionGroup) as ended:
+        await asyncio.wait_for(bench.pump.run(), 10)
+    assert "g00004 has lost its parts" in str(first_cause(ended.value))
+    assert bench.supply.staging() == set()

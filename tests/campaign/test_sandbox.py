@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from workbench.campaign.environments.file_fix import FileFix
 from workbench.campaign.environments.file_fix.sandbox import SHOWN, Limits, run_tests, weaknesses
 from workbench.campaign.environments.file_fix.tasks import BUGS, bugs
 
@@ -40,6 +41,15 @@ def test_every_bug_makes_a_test_fail_and_its_right_text_makes_all_pass():
         broken = run_tests(bug.file, bug.source, bug.test_file, bug.tests, LIMITS)
         assert broken.ended == "tests" and not broken.passed and any(broken.results.values()), (bug, broken)
         assert run_tests(bug.file, bug.good, bug.test_file, bug.tests, LIMITS).passed, bug
+
+
+def test_a_probe_that_does_not_end_in_time_is_what_the_machine_lacks_until_it_is_tried_again(monkeypatch):
+    found = weaknesses()
+    weaknesses.cache_clear()
+    with monkeypatch.context() as slow:
+        slow.setattr("workbench.campaign.environments.file_fix.sandbox.PROBE_TIMEOUT_S", 0.0001)
+        assert "probe did not end within" in FileFix().lacking()
+    assert weaknesses() == found
 
 
 def test_an_endless_loop_is_killed_at_its_time_and_leaves_no_process():

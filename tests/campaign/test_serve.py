@@ -261,9 +261,15 @@ def test_a_stop_that_reaches_ray_too_before_it_serves_leaves_its_true_status(tmp
 
 def test_the_greeting_says_when_the_model_never_sees_an_agents_tools(tmp_path: Path) -> None:
     recipe = load_recipe("serve_smollm2")
-    assert "left out by this model's chat template" in greeting(recipe, tmp_path, "http://x", {"renders_tools": False})
+    assert "left out by the chat template" in greeting(recipe, tmp_path, "http://x", {"renders_tools": False})
     for probe in ({"renders_tools": True}, {"capture_enabled": False}):
         assert "tools" not in greeting(recipe, tmp_path, "http://x", probe)
+
+
+def test_the_greeting_fits_a_terminal_of_80_columns() -> None:
+    run_dir = Path("reports/serve-serve_smollm2-12")
+    said = greeting(load_recipe("serve_smollm2"), run_dir, "http://127.0.0.1:54321", {"renders_tools": False})
+    assert max(map(len, said.splitlines())) <= 80
 
 
 def test_a_run_that_is_not_served_has_no_desk(tmp_path: Path) -> None:

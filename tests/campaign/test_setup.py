@@ -39,13 +39,10 @@ def checkout(tmp_path):
     """The files that set-up reads."""
     place = tmp_path / "checkout"
     measuring = ("workbench/__init__.py", "workbench/campaign/__init__.py", "workbench/campaign/machine.py")
-    for name in ("Makefile", "pyproject.toml", "tools", *measuring):
+    for name in ("Makefile", "pyproject.toml", "tools/set_up.py", *measuring):
         target = place / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, target, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, target)
+        shutil.copy(ROOT / name, target)
     return place
 
 
@@ -141,6 +138,9 @@ def ready_checkout(checkout):
     stamp = "import sys; sys.path[:0] = ['.', 'tools']; import set_up; print(set_up.fingerprint('cpu,dev'), end='')"
     done = subprocess.run([sys.executable, "-c", stamp], cwd=checkout, capture_output=True, check=True, timeout=30)
     (checkout / ".venv" / "workbench-ready").write_bytes(done.stdout)
+    for name in ("benchmarks", "examples"):  # types are checked there too
+        (checkout / name).mkdir()
+        (checkout / name / "__init__.py").touch()
     return checkout
 
 

@@ -15,6 +15,7 @@ from workbench.campaign.progress import ProgressLine, describe
 from workbench.campaign.record_demo import record_demo
 from workbench.campaign.runner import NotebookResult, tell
 from workbench.campaign.summary import summarise
+from workbench.campaign.verify_run import verify_run
 from workbench.errors import RunStoreError
 from workbench.runs.writer import RunWriter
 
@@ -62,6 +63,33 @@ def test_calls_of_rollouts_that_were_still_played_are_counted_apart(tmp_path):
     assert f"2 of 2 valid, {finished} calls and 2 of unfinished ones" in summary.text()
 
 
+def test_a_stopped_runs_summary_counts_the_groups_that_verify_finds(tmp_path):
+    """Two groups of which the campaign had not heard when it was stopped, and one that was being written."""
+    run_dir = make_run(tmp_path / "stored")
+    lines = (run_dir / "groups.jsonl").read_bytes().splitlines(keepends=True)
+    assert len(lines) == 4
+    (run_dir / "groups.jsonl").write_bytes(b"".join(lines[:2]))
+    (run_dir / "receipts" / "g00003.jsonl").unlink()
+    (run_dir / "train" / "step-2.parquet").unlink()
+    steps = (run_dir / "steps.jsonl").read_bytes().splitlines(keepends=True)
+    (run_dir / "steps.jsonl").write_bytes(steps[0])
+    with RunWriter(run_dir) as writer:
+        writer.status(status="killed")
+    summary = summarise(run_dir, notebook=Path("n.ipynb"), outcome=Outcome("killed"), seconds=3.0)
+    verified = verify_run(run_dir)
+    assert verified.ok, verified
+    assert (summary.groups, summary.rollouts) == (verified.groups, verified.rollouts) == (3, 12)
+    assert summary.rows_per_group == [4, 4, 4]
+
+
+def test_of_very_many_rejected_rollouts_the_first_are_named_and_the_rest_counted(tmp_path):
+    stored = StoredRun(tmp_path / "run")
+    stored.step(1, [["plain", *["edit"] * 15]])
+    summary = summarise(stored.finish(), notebook=Path("n.ipynb"), outcome=Outcome("done"), seconds=3.0)
+    assert len(summary.rejected) == 15
+    assert summary.text().splitlines()[-1] == "    and 3 more (unresolved_parent 3), all in summary.json"
+
+
 def test_progress_says_what_the_status_knows():
     assert describe({}) == "starting the kernel"
     assert describe({"status": "running", "phase": "set-up"}) == "set-up"
@@ -85,6 +113,25 @@ def test_progress_writes_a_line_a_change_where_there_is_no_terminal(tmp_path):
         "sampling",
         "starting the kernel",
     ]
+
+
+def test_on_a_terminal_progress_is_one_line_that_fits_it(tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "20")
+    line = ProgressLine(tmp_path, Terminal())
+    line.close()
+    assert line._stream.getvalue() == ""
+    for status in ({"phase": "starting the policy worker and trainer"}, {"phase": "x"}, ["no status"]):
+        (tmp_path / "status.json").write_bytes(orjson.dumps(status))
+        line.tick()
+    line.close()
+    first, second, third = line._stream.getvalue().removesuffix("\n").split("\r")[1:]
+    assert (len(first), first[:10]) == (19, "0:00  star")
+    assert second.rstrip() == "0:00  x" and len(second) == 19, "what stood there is written over"
+    assert third == "0:00  starting the "
 
 
 def test_what_the_process_before_said_last_is_no_progress_of_the_one_that_goes_on(tmp_path):
@@ -129,6 +176,13 @@ def test_a_recorded_run_is_small_verifies_and_names_no_path_of_this_machine(tmp_
     assert size <= 350_000
     texts = [p.read_text() for p in target.rglob("*") if p.suffix in (".json", ".jsonl", ".yaml")]
     assert not any(str(tmp_path) in text for text in texts)
+
+
+def test_a_run_of_which_not_even_a_step_is_small_enough_is_not_recorded(tmp_path, monkeypatch):
+    monkeypatch.setattr("workbench.campaign.record_demo.MAX_BYTES", 1_000)
+    with pytest.raises(RunStoreError, match=r"Not even one step of .* fits into 1,000 bytes"):
+        record_demo(make_run(tmp_path / "stored", steps=2), tmp_path / "demo")
+    assert not (tmp_path / "demo").exists()
 
 
 def test_a_run_that_does_not_verify_is_not_recorded(tmp_path):

@@ -100,6 +100,19 @@ def test_runs_go_in_order_past_a_failed_one_and_the_index_follows_each(tmp_path,
     assert view.snapshot().png is not None and "it failed" in view.html()
 
 
+def test_a_sweep_of_runs_without_a_step_says_so_and_of_very_many_the_first_are_drawn(tmp_path, monkeypatch):
+    for number in range(3):
+        with RunWriter(tmp_path / f"run-{number}") as writer:
+            writer.status(status="running", run=f"run-{number}")
+    view = SweepView(tmp_path)
+    assert "highest reward" not in view.sentence() and view.snapshot().png is not None
+    for number in range(3):
+        shutil.rmtree(tmp_path / f"run-{number}")
+        shutil.copytree(recorded_run(), tmp_path / f"run-{number}")
+    monkeypatch.setattr("workbench.inspect.sweep_view._DRAWN", 2)
+    assert "The picture shows the first 2 of 3" in SweepView(tmp_path).html()
+
+
 def test_a_stopped_run_ends_its_sweep_and_the_rest_is_not_begun(tmp_path, no_index):
     sweep, recipes = planned(tmp_path)
     assert run_sweep(sweep, recipes, Executes("done", "killed")) == 130
@@ -127,10 +140,19 @@ def test_the_list_tells_what_truly_became_of_each_run(tmp_path):
         "live": "running",
     }
     assert states["torn"]["status"] != "done"
-    text = "\n".join(list_lines(listing(tmp_path)))
-    assert "killed, resumed 1 ×" in text and "the process that wrote this run is gone" in text
+    lines = list_lines(listing(tmp_path))
+    assert "  resumed 1 ×" in lines and any("the process that wrote this run is gone" in line for line in lines)
+    assert max(len(line) for line in lines if not line.startswith("  ")) < 80
     with pytest.raises(RunStoreError, match="No runs in"):
         listing(tmp_path / "no_run")
+
+
+def test_a_folder_that_holds_no_sweep_is_named(tmp_path):
+    for text in (None, "{", "{}", "[]"):
+        if text is not None:
+            (tmp_path / "sweep.json").write_text(text)
+        with pytest.raises(RunStoreError, match=r"No sweep in .*: sweep\.json is missing or damaged"):
+            open_sweep(tmp_path)
 
 
 def test_the_progress_line_names_groups_rejections_and_what_is_to_go():

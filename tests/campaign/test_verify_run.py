@@ -241,3 +241,44 @@ def test_a_trainer_record_of_other_numbers_is_found(run_dir):
 def test_a_directory_without_a_run_is_refused(tmp_path):
     with pytest.raises(RunStoreError, match="No run in"):
         verify_run(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda lines: [b"{", *lines[1:]], "is not a group's receipts"),
+        (lambda lines: [lines[0].replace(b'"index":0', b'"index":"none"'), *lines[1:]], "is not a group's receipts"),
+        (lambda lines: [lines[0].replace(b'"index":0', b'"index":7'), *lines[1:]], "expected one rollout an index"),
+    ],
+)
+def test_receipts_that_are_none_or_of_another_group_are_named(run_dir, change, says):
+    path = run_dir / "receipts" / "g00000.jsonl"
+    path.write_bytes(b"\n".join(change(path.read_bytes().splitlines())) + b"\n")
+    report = verify_run(run_dir)
+    assert {d.file for d in report.differences} == {"receipts/g00000.jsonl"}, str(report)
+    assert says in report.differences[0].what
+
+
+def test_a_call_that_contradicts_itself_is_found(run_dir):
+    def change(rows):
+        next(r for r in rows if r["disposition"] == "staged")["logprobs"][0] = float("nan")
+
+    change_part(run_dir / "calls" / "g00000.parquet", "calls", change)
+    assert any("contradicts itself" in d.what for d in verify_run(run_dir).differences)
+
+
+def test_a_trainers_record_of_another_length_is_found(run_dir):
+    def change(rows):
+        row = next(r for r in rows if r["sample_mask"] == 1)
+        for name in ("trainer_logprobs", "delta", "loss_mask"):
+            row[name] = row[name][:-1]
+
+    change_part(run_dir / "train" / "step-1.parquet", "train", change)
+    assert any("log-probs for a row of" in d.what for d in verify_run(run_dir).differences)
+
+
+def test_of_very_many_differences_some_are_shown_and_all_are_counted():
+    report = VerifyReport("stored")
+    for number in range(30):
+        report.differs("rows/g0.parquet", f"r{number}", None, "another token")
+    assert str(report).splitlines()[-1] == "  showing 20 of 30 differences; all: .differences"

@@ -78,7 +78,7 @@ def a_third_node(folder: Path, cluster: Any) -> dict[str, Any]:
     ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
     lacking = ""
     try:
-        check_nodes({node.node_id: [Bundle("finalizer", 0, 1)]}, folder / "looked", models.resolve("tiny"))
+        check_nodes({node.node_id: [Bundle("finalizer", 0, 1)]}, folder / "looked", models.resolve("tiny"), 180.0)
     except SetupError as error:
         lacking = str(error)
     return {"lacking": lacking, "pool": asyncio.run(lose_a_finalizers_node(folder, cluster, node))}

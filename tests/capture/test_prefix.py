@@ -60,3 +60,22 @@ async def test_neither_memory_nor_storage_answers_for_another_parent(changed: di
         await store.resolve(child_of(coords, **changed))
     assert error.value.cause == Cause.PREFIX_MISMATCH
     assert store.hits == 0
+
+
+def test_a_call_that_was_not_staged_is_not_remembered() -> None:
+    core = CaptureCore(MemorySink(), lambda: 0, sink_timeout_s=None)
+    call = core.begin(CaptureAdmission(rollout_id="r.0.0.0", model_call_id="root", mode="text"))
+    store = PrefixStore(None, 1 << 20)
+    store.remember(core.fail(call, Cause.SINK_ERROR, "disk full"), np.array(IDS))
+    assert store.bytes_held == 0
+
+
+async def test_a_prefix_that_nobody_holds_and_one_of_another_rollout_are_named() -> None:
+    sink = MemorySink()
+    coords = staged_root(sink)
+    with pytest.raises(StagingError, match="names no staged chain") as error:
+        await PrefixStore(None, 1 << 20).resolve(child_of(coords))
+    assert error.value.cause == Cause.MISSING_STAGING_ROW
+    with pytest.raises(StagingError, match=r"belongs to rollout r\.0\.0\.0, expected r\.0\.1\.0") as error:
+        await PrefixStore(sink, 1 << 20).resolve(child_of(coords, rollout_id="r.0.1.0"))
+    assert error.value.cause == Cause.INVALID_STAGING_ROW

@@ -23,7 +23,9 @@ from capture.scripted_worker import (
 from capture.templates import tokenizer
 
 from workbench.capture.staging import MemorySink
-from workbench.errors import ProbeFailed, SetupError
+from workbench.capture.transport import TaggedCall, current_call
+from workbench.errors import CallRefused, CaptureError, ComponentDied, ProbeFailed, SetupError
+from workbench.serving.scripted import ScriptedParams, ScriptLine
 from workbench.serving.settings import WorkerConfig
 from workbench.serving.worker import PolicyServer
 from workbench.wire import Cause, StagedCall
@@ -379,3 +381,147 @@ async def test_worker_refuses_to_start_without_its_token(chatml_folder: Path, tm
     config = WorkerConfig(model_path=str(chatml_folder), engine="scripted", script_path="unused")
     with pytest.raises(SetupError, match="WORKBENCH_WORKER_TOKEN"):
         await PolicyServer(config, MemorySink(), None).start()
+
+
+async def test_one_admission_is_one_generation_of_one_completion(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """What a dialect makes of one request is the dialect's; a second completion would have no call of its own."""
+    async with serving(chatml_folder, write_script(tmp_path, {"text": "Paris."}), monkeypatch) as (server, _):
+        call = TaggedCall(Agent(server, "run.0.0.0").admission())
+        token = current_call.set(call)
+        try:
+            with pytest.raises(CallRefused, match="n=2; only n=1"):
+                server.capture.engine.generate({}, ScriptedParams(ScriptLine(text="x"), 8, n=2), "r")
+            call.taken = True
+            with pytest.raises(CallRefused, match="a second generation"):
+                server.capture.engine.generate({}, ScriptedParams(ScriptLine(text="x"), 8), "r")
+        finally:
+            current_call.reset(token)
+
+
+async def test_an_engine_without_a_last_output_is_a_failure_of_its_call(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    async with serving(chatml_folder, write_script(tmp_path, {"text": "Paris."}), monkeypatch) as (server, sink):
+
+        async def generate(*_: Any, **__: Any) -> Any:
+            for output in ():
+                yield output
+
+        monkeypatch.setattr(server.engine, "generate", generate)
+        agent = Agent(server, "run.0.0.0")
+        admission = agent.admission()
+        body = {"model": "policy", "messages": [USER]}
+        answer = await agent.http.post(agent.path, json=body, headers=agent.headers(admission))
+        assert answer.status_code == 500
+        outcome = await agent.outcome(admission.model_call_id)
+        assert outcome["failure"]["cause"] == Cause.REQUEST_FINISHED_WITHOUT_STAGED_COORDINATES
+        assert "no completion" in outcome["failure"]["detail"] and sink.rows == {}
+
+
+async def left_alone(server: PolicyServer, waiting: Any) -> str:
+    """One call whose reader leaves once `waiting()` holds; returns its id."""
+    agent = Agent(server, "run.0.0.0")
+    admission = agent.admission()
+    body = {"model": "policy", "messages": [USER]}
+    request = asyncio.create_task(agent.http.post(agent.path, json=body, headers=agent.headers(admission)))
+    await until(waiting)
+    request.cancel()
+    await asyncio.wait([request])
+    await agent.http.aclose()
+    return admission.model_call_id
+
+
+async def test_a_call_whose_reader_left_before_its_turn_is_never_sampled(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    async with serving(chatml_folder, write_script(tmp_path, {"text": "Paris."}), monkeypatch) as (server, sink):
+        await server.update_weights("unused", 1, hold=True)
+        call_id = await left_alone(server, lambda: server.capture.board.live_calls == 1)
+        await until(lambda: all(call.abandoned for call in server.capture.board._live.values()))
+        server.resume()
+        await server.capture.engine.drain(DEADLINE_S)
+        assert (sink.rows, server.capture.board.live_calls) == ({}, 0)
+        assert await Agent(server, "run.0.0.0").outcome(call_id) is None
+
+
+@pytest.mark.parametrize("stuck", ["engine", "sink"])
+async def test_an_abandoned_call_that_does_not_end_is_given_up_with_its_cause(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any, stuck: str
+) -> None:
+    monkeypatch.setattr("workbench.capture.engine.ABORT_TIMEOUT_S", 0.3)
+    script = write_script(tmp_path, {"text": "Paris.", "delay_s": 60.0 if stuck == "engine" else 0.0})
+    sink = SlowSink()
+    async with serving(chatml_folder, script, monkeypatch, sink=sink, sink_timeout_s=60.0) as (server, _):
+
+        async def deaf(call_id: str) -> None: ...
+
+        monkeypatch.setattr(server.engine, "abort", deaf)
+        waiting = sink.asked.is_set if stuck == "sink" else lambda: server.gate.running == 1
+        call_id = await left_alone(server, waiting)
+        await server.capture.engine.drain(DEADLINE_S)
+        outcome = await Agent(server, "run.0.0.0").outcome(call_id)
+        assert outcome["coords"]["disposition"] == "capture_failed"
+        assert outcome["failure"]["cause"] == Cause.REQUEST_FINISHED_WITHOUT_STAGED_COORDINATES
+        assert (sink.rows, server.gate.running) == ({}, 0)
+
+
+async def test_what_a_worker_cannot_start_with_is_said_before_it_does(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("WORKBENCH_WORKER_TOKEN", "t")
+    config = WorkerConfig(model_path=str(chatml_folder), engine="scripted")
+    with pytest.raises(SetupError, match="needs a sink to stage calls in"):
+        PolicyServer(config)
+    with pytest.raises(SetupError, match=r"needs a script: set engine\.script_path"):
+        await PolicyServer(config, MemorySink(), None).start()
+    script = write_script(tmp_path, {"text": "Paris."})
+    async with serving(chatml_folder, script, monkeypatch) as (server, _):
+        taken = config.model_copy(update={"script_path": str(script), "port": int(server.url.rsplit(":", 1)[1])})
+        with pytest.raises(SetupError, match=r"cannot listen on .*: Address already in use. Next: set engine\.port=0"):
+            await PolicyServer(taken, MemorySink(), None).start()
+        with pytest.raises(CaptureError, match="has no model, so it cannot score"):
+            await server.score([[1, 2]])
+        assert (await Agent(server, "run.0.0.0").http.get("/health")).status_code == 200
+
+
+async def test_a_server_that_ends_before_it_listens_is_an_error_and_no_wait(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    async def ends(self: Any, sockets: Any) -> None: ...
+
+    monkeypatch.setattr("uvicorn.Server.serve", ends)
+    with pytest.raises(ComponentDied, match="ended before it listened"):
+        async with serving(chatml_folder, write_script(tmp_path, {"text": "Paris."}), monkeypatch):
+            pass
+
+
+async def test_without_capture_there_is_nothing_to_probe(chatml_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    script = write_script(tmp_path, {"text": "Paris."})
+    async with serving(chatml_folder, script, monkeypatch, capture_enabled=False) as (server, _):
+        assert await server.probe() == {"capture_enabled": False}
+
+
+async def test_an_error_in_the_middle_of_a_stream_is_its_last_word(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    script = write_script(tmp_path, {"text": "Paris is the capital", "fault": "raise", "at": 2})
+    async with serving(chatml_folder, script, monkeypatch) as (server, sink):
+        agent = Agent(server, "run.0.0.0")
+        body = {"model": "policy", "messages": [USER], "stream": True}
+        answer = await agent.http.post(agent.path, json=body, headers=agent.headers(agent.admission()))
+        assert '"error":{"message":' in answer.text and sink.rows == {}
+
+
+async def test_what_the_engine_refuses_is_a_client_error(chatml_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    async with serving(chatml_folder, write_script(tmp_path, {"text": "Paris."}), monkeypatch) as (server, _):
+
+        def refuses(*_: Any, **__: Any) -> Any:
+            raise CallRefused("one admission is one completion")
+
+        monkeypatch.setattr(server.capture.engine, "generate", refuses)
+        agent = Agent(server, "run.0.0.0")
+        body = {"model": "policy", "messages": [USER]}
+        answer = await agent.http.post(agent.path, json=body, headers=agent.headers(agent.admission()))
+        assert (answer.status_code, "one completion" in answer.text) == (400, True)

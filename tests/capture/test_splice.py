@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from capture.splicing import Chat, parsed
 
-from workbench.capture.splice import mark_last_assistant_turn
-from workbench.errors import SpliceError
-from workbench.serving.scripted import ScriptedRenderer
-from workbench.wire import Cause
+from workbench.capture.prefix import PrefixStore
+from workbench.capture.splice import LONG_TAIL_CHARS, Splicer, TurnBoundary, mark_last_assistant_turn
+from workbench.capture.transport import TaggedCall
+from workbench.errors import DeadlineExceeded, SpliceError
+from workbench.serving.scripted import ChatParams, ScriptedRenderer
+from workbench.wire import CaptureAdmission, Cause
 
 USER = {"role": "user", "content": "hello there"}
 NEXT = {"role": "user", "content": "say hello"}
@@ -218,3 +220,86 @@ async def test_a_rendering_without_a_boundary_is_a_failure_in_words_and_the_agen
     chat = Chat("chatml")
     failure = await chat.child([5, 6, 7], [USER, {"role": "assistant", "content": "Paris"}, NEXT])
     assert failure[0] is Cause.SPLICE_BOUNDARY and why in failure[1]
+
+
+async def test_a_prompt_with_images_is_a_failure_in_words_and_is_served_as_it_is() -> None:
+    plain = {"prompt": "look", "multi_modal_data": {"image": [1]}}
+
+    async def render(messages: Any, params: Any) -> Any:
+        return messages, plain
+
+    admission = CaptureAdmission(
+        rollout_id="r.0.0.0",
+        model_call_id="child",
+        parent_call_id="parent",
+        prev_len=3,
+        mode="token_in",
+        required_prefix_token_ids=[5, 6, 7],
+        parent_chain_hash="0" * 64,
+    )
+    call, chat = TaggedCall(admission), Chat("chatml")
+    splicer = Splicer(chat.tokenizer, chat.stops, PrefixStore(None, 1 << 20))
+    messages = [USER, {"role": "assistant", "content": "Paris"}, NEXT]
+    assert (await splicer.render_child(call, messages, ChatParams({}), render))[1] is plain
+    splicer.close()
+    assert call.failure is not None
+    assert call.failure[0] is Cause.SPLICE_BOUNDARY and "images or audio" in call.failure[1]
+
+
+async def test_a_staging_store_that_is_away_costs_the_capture_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def resolve(self: PrefixStore, admission: Any) -> Any:
+        raise DeadlineExceeded("the data plane did not answer")
+
+    monkeypatch.setattr(PrefixStore, "resolve", resolve)
+    failure = await Chat("chatml").child([5, 6, 7], [USER, {"role": "assistant", "content": "Paris"}, NEXT])
+    assert failure == (Cause.MISSING_STAGING_ROW, "the data plane did not answer")
+
+
+async def test_a_template_that_leaves_out_a_final_tool_call_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ScriptedRenderer.render_messages_async
+
+    async def render(self: ScriptedRenderer, messages: Any, params: Any) -> Any:
+        return await real(self, messages[:-1] if messages[-1].get("tool_calls") else messages, params)
+
+    monkeypatch.setattr(ScriptedRenderer, "render_messages_async", render)
+    turn = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    messages = [USER, turn, {"role": "tool", "tool_call_id": "c1", "content": "rain"}]
+    failure = await Chat("qwen").child([5, 6, 7], messages)
+    assert failure[0] is Cause.SPLICE_BOUNDARY and "leaves out a final tool-call turn" in failure[1]
+
+
+async def test_a_tool_call_turn_without_a_known_end_is_refused() -> None:
+    chat = Chat("glm")
+    chat.stops = chat.tokenizer.convert_tokens_to_ids(["<|endoftext|>"])
+    turn = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    messages = [USER, turn, {"role": "tool", "tool_call_id": "c1", "content": "rain"}]
+    failure = await chat.child([5, 6, 7], messages)
+    assert failure[0] is Cause.SPLICE_BOUNDARY and "without an end-of-turn token" in failure[1]
+
+
+async def test_a_long_tail_is_encoded_beside_the_loop_and_is_the_same() -> None:
+    chat = Chat("chatml")
+    parent = chat.after_turn([USER], chat.encode("Paris"))
+    messages = [USER, {"role": "assistant", "content": "Paris"}, {"role": "user", "content": "so " * LONG_TAIL_CHARS}]
+    assert await chat.child(parent, messages) == chat.encode(chat.text(messages))
+
+
+def test_a_tail_that_does_not_begin_with_the_sampled_end_is_refused() -> None:
+    chat = Chat("chatml")
+    boundary = TurnBoundary(chat.tokenizer, chat.stops)
+    end = chat.tokenizer.eos_token
+    assert boundary.tail_ids(f"{end}\nand", chat.end) == chat.encode(f"{end}\nand")[1:]
+    with pytest.raises(SpliceError, match="does not begin with the sampled end of turn"):
+        boundary.tail_ids("and", chat.end)
+
+
+def test_a_tokenizer_without_control_tokens_encodes_text_as_it_stands() -> None:
+    words = Chat("chatml").tokenizer
+
+    class Bare:
+        added_tokens_decoder: ClassVar[dict[int, Any]] = {}
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            return words(text, **options)
+
+    assert TurnBoundary(Bare(), []).encode("hello") == words("hello", add_special_tokens=False)["input_ids"]

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from workbench import dataplane
+from workbench.capture import staged_row
 from workbench.capture.staging import MemorySink, TransferQueueSink, TransferQueueSource, pack, tags_of, unpack
 from workbench.errors import DeadlineExceeded, StagingError
 from workbench.wire import Cause, StagedCall, encode_routes
@@ -89,6 +90,8 @@ def test_a_delta_that_is_not_carry_then_generation_is_refused_before_it_is_stage
         (lambda c: c.pop("logprobs"), "no column logprobs"),
         (lambda c: c.update(meta=np.frombuffer(b"{", dtype=np.uint8)), "not JSON"),
         (lambda c: c.update(meta=np.frombuffer(b"{}", dtype=np.uint8)), "exactly the fields"),
+        (lambda c: c.pop("routes"), "routed experts did not come back"),
+        (lambda c: c.update(routes=c["routes"].astype(np.float32)), "routed experts cannot be read"),
         (lambda c: c.update(token_ids=c["token_ids"].astype(np.int32)), "token_ids must be int64"),
         (lambda c: c.update(token_ids=c["token_ids"][:3]), "7 log-probs for 3"),
         (
@@ -104,11 +107,17 @@ def test_a_delta_that_is_not_carry_then_generation_is_refused_before_it_is_stage
     ],
 )
 def test_a_row_that_cannot_be_read_is_invalid_and_says_why(spoil, why):
-    columns = pack(Chain("r").call())
+    columns = pack(Chain("r").call(extras={ROUTED_EXPERTS: routes(12, np.int16)}))
     spoil(columns)
     with pytest.raises(StagingError, match=why) as error:
         unpack("r/c0", columns)
     assert (error.value.cause, error.value.key) == (Cause.INVALID_STAGING_ROW, "r/c0")
+
+
+@pytest.mark.parametrize("meta", [b"{", b"[]", b"{}", b"7"])
+def test_metadata_that_says_nothing_names_no_row_and_promises_no_routes(meta):
+    columns = {"meta": np.frombuffer(meta, dtype=np.uint8)}
+    assert staged_row.identity(columns) is None and not staged_row.has_routes(columns)
 
 
 async def test_the_memory_sink_answers_in_the_order_asked_and_isolates_bad_rows():

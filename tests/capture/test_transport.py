@@ -199,3 +199,42 @@ async def test_capture_switched_off_takes_no_tagged_requests(inner: Inner) -> No
     )
     assert (await http.post("/v1/chat/completions", json={}, headers=TAGGED)).status_code == 400
     assert (await http.post("/v1/chat/completions", json={})).status_code == 200
+
+
+async def test_a_body_that_is_no_json_is_refused(http: httpx.AsyncClient, inner: Inner) -> None:
+    answer = await http.post("/v1/chat/completions", content=b"{", headers=TAGGED)
+    assert (answer.status_code, inner.calls) == (400, [])
+    assert "needs a JSON body" in answer.json()["error"]["message"]
+
+
+async def test_a_client_that_leaves_before_its_body_is_whole_admits_nothing(inner: Inner, board: CallBoard) -> None:
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [(name.lower().encode(), value.encode()) for name, value in TAGGED.items()]
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
+    await CaptureGate(inner, board)(scope, receive, send)
+    assert (inner.calls, board.live_calls, sent[0]["status"]) == ([], 0, 400)
+
+
+async def test_what_is_no_request_passes_the_gate(board: CallBoard) -> None:
+    seen: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["type"])
+
+    await CaptureGate(app, board)({"type": "lifespan"}, None, None)  # type: ignore[arg-type]
+    assert seen == ["lifespan"]
+
+
+def test_facts_are_told_of_captured_calls_alone(board: CallBoard) -> None:
+    for call_id in ("c1", "c2"):
+        call = board.open(ADMISSION.model_copy(update={"model_call_id": call_id}))
+        facts = {"sampled_tokens": 3, "finish_reason": "stop", "staged_s": 0.1} if call_id == "c1" else {}
+        board.settle(call, failed(call_id), None, **facts)
+    assert board.facts(["c1", "c2", "c3"]) == {"c1": {"sampled_tokens": 3, "finish_reason": "stop"}}

@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from capture.scripted_worker import DEADLINE_S, USER, Agent, rows_of, serving, until, write_script
 
-from workbench.errors import CaptureError, DeadlineExceeded, WeightSyncError
+from workbench.capture.staging import MemorySink
+from workbench.errors import CaptureError, ComponentDied, DeadlineExceeded, WeightSyncError
 from workbench.serving.settings import WorkerConfig
 from workbench.serving.worker import PolicyServer
+
+
+@contextlib.asynccontextmanager
+async def one_call_running(
+    folder: Path, script: Path, monkeypatch: Any, **settings: Any
+) -> AsyncIterator[tuple[PolicyServer, MemorySink, asyncio.Task[Any]]]:
+    """A server in the middle of one call, and that call."""
+    async with serving(folder, script, monkeypatch, **settings) as (server, sink):
+        running = asyncio.create_task(Agent(server, "run.0.0.0").call([USER]))
+        await until(lambda: server.gate.running == 1)
+        yield server, sink, running
 
 
 async def test_weight_update_waits_for_running_calls_and_holds_new_ones(
@@ -56,9 +70,7 @@ async def test_a_call_that_may_straddle_is_not_waited_for_and_nothing_of_it_leav
     chatml_folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     script = write_script(tmp_path, {"text": "The capital of France", "delay_s": 0.2})
-    async with serving(chatml_folder, script, monkeypatch, quiet_timeout_s=0.01) as (server, sink):
-        running = asyncio.create_task(Agent(server, "run.0.0.0").call([USER]))
-        await until(lambda: server.gate.running == 1)
+    async with one_call_running(chatml_folder, script, monkeypatch, quiet_timeout_s=0.01) as (server, sink, running):
         assert (await server.update_weights("unused", 1, hold=True, straddle=True))["straddling"] == 1
         held = asyncio.create_task(Agent(server, "run.0.1.0").call([USER]))
         assert (await asyncio.wait([running, held], timeout=0.5))[0] == set()
@@ -96,12 +108,18 @@ async def test_a_reader_who_leaves_during_a_long_update_gets_the_call_staged_all
         assert (row.weight_version, row.extras["finish_reason"]) == (0, "abort")
 
 
+def server_over(engine: Any, folder: Path, monkeypatch: Any, **settings: Any) -> PolicyServer:
+    monkeypatch.setenv("WORKBENCH_WORKER_TOKEN", "t")
+    (folder / "config.json").write_text("{}")
+    server = PolicyServer(WorkerConfig(model_path=str(folder), capture_enabled=False, **settings))
+    server.engine = engine
+    return server
+
+
 async def test_after_an_update_that_failed_while_it_loaded_nothing_is_sampled(monkeypatch: Any, tmp_path: Path) -> None:
     """The engine says which weights it kept only after it has loaded; a call let in then would have those of nobody."""
-    monkeypatch.setenv("WORKBENCH_WORKER_TOKEN", "t")
-    (tmp_path / "config.json").write_text("{}")
-    server = PolicyServer(WorkerConfig(model_path=str(tmp_path), capture_enabled=False))
-    server.engine = engine = EngineThatKeepsOtherWeights()
+    engine = EngineThatKeepsOtherWeights()
+    server = server_over(engine, tmp_path, monkeypatch)
     for straddle in (False, True):
         with pytest.raises(WeightSyncError, match="kept other weights"):
             await server.update_weights(str(tmp_path), 1, hold=True, straddle=straddle)
@@ -143,13 +161,58 @@ class EngineThatKeepsOtherWeights:
     async def resume_generation(self) -> None: ...
 
 
+class StubbornEngine(EngineThatKeepsOtherWeights):
+    """An engine that does all that it is asked but for one thing."""
+
+    keeps_others = False
+
+    def __init__(self, stubborn: str) -> None:
+        self.stubborn = stubborn
+
+    async def collective_rpc(self, method: str, args: tuple[str]) -> list[dict[str, float]]:
+        if self.stubborn == "load":
+            await asyncio.Event().wait()
+        return await super().collective_rpc(method, args)
+
+    async def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+        return self.stubborn != "cache"
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        if self.stubborn == "pause":
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(
+    ("stubborn", "error", "says", "in_doubt"),
+    [
+        ("pause", DeadlineExceeded, r"did not pause within 0\.05 s", False),
+        ("load", DeadlineExceeded, r"did not load .* within 0\.05 s; its weights are in doubt", True),
+        ("cache", WeightSyncError, "kept its prefix cache", True),
+    ],
+)
+async def test_an_engine_that_does_not_do_its_part_of_an_update_is_named(
+    monkeypatch: Any, tmp_path: Path, stubborn: str, error: type[Exception], says: str, in_doubt: bool
+) -> None:
+    server = server_over(StubbornEngine(stubborn), tmp_path, monkeypatch, load_timeout_s=0.05)
+    with pytest.raises(error, match=says):
+        await server.update_weights(str(tmp_path), 1, hold=True, straddle=True)
+    assert server.weight_version() == 0
+    assert server.gate.in_doubt == in_doubt
+
+
+def test_an_engine_that_is_gone_is_noticed(monkeypatch: Any, tmp_path: Path) -> None:
+    server = server_over(EngineThatKeepsOtherWeights(), tmp_path, monkeypatch)
+    server.check_alive()
+    monkeypatch.setattr(server.engine, "errored", True, raising=False)
+    with pytest.raises(ComponentDied, match="engine of the policy worker is gone"):
+        server.check_alive()
+
+
 async def test_weight_update_gives_up_at_its_deadline_and_lets_calls_go_on(
     chatml_folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     script = write_script(tmp_path, {"text": "The capital of France", "delay_s": 0.8})
-    async with serving(chatml_folder, script, monkeypatch, quiet_timeout_s=0.1) as (server, _):
-        running = asyncio.create_task(Agent(server, "run.0.0.0").call([USER]))
-        await until(lambda: server.gate.running == 1)
+    async with one_call_running(chatml_folder, script, monkeypatch, quiet_timeout_s=0.1) as (server, _, running):
         with pytest.raises(DeadlineExceeded, match="1 generations still ran"):
             await server.update_weights("unused", 1)
         _, _, outcome = await running

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from workbench.campaign.conformance import KINDS, check_case, first_difference, kind_of, run_conformance
+from workbench.campaign.conformance import KINDS, check_case, first_difference, kind_of, main, run_conformance
 from workbench.campaign.conformance_cases import RUNNERS
 from workbench.errors import SetupError
 
@@ -106,3 +106,26 @@ def test_the_first_difference_names_a_path() -> None:
     assert first_difference([1, 2], [1]) == (".length", "2", "1")
     assert first_difference({"a": 1}, {"a": 1, "b": 2}) == ("b", '"<absent>"', "2")
     assert first_difference({"a": [1]}, {"a": [1]}) is None
+
+
+def test_the_command_prints_what_failed_and_how_and_says_so_by_its_code(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus = tmp_path / "digest.jsonl"
+    lines = (HERE / "digests.jsonl").read_text().splitlines()[:2]
+    corpus.write_text("\n\n".join(lines) + "\n")
+    assert main([corpus]) == 0
+    case = json.loads(lines[0])
+    corpus.write_text(json.dumps(case | {"input": {"no": "call"}}) + "\n")
+    assert main([corpus]) == 1
+    assert "Error" in capsys.readouterr().out
+    corpus.write_text("\n")
+    with pytest.raises(SetupError, match="holds no case"):
+        main([corpus])
+
+
+def test_a_ledger_case_of_an_unknown_operation_is_a_failed_case() -> None:
+    case = json.loads((HERE / "ledger.jsonl").read_text().splitlines()[0])
+    case["input"] = [{"op": "forget"}]
+    kind, failure = check_case(case)
+    assert kind == "ledger" and failure is not None and "has operations resolve, record, record_failure" in str(failure)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from workbench.campaign.verify_run import verify_run
+from workbench.demo import recorded_ledger, recorded_run
 from workbench.demo.bench import open_bench
+from workbench.errors import RunStoreError
 from workbench.finalizer import verify_and_linearize
+from workbench.gateway.settings import WORKER_TOKEN
 from workbench.wire import Cause
 
 ASK = [{"role": "user", "content": "What is the weather in Rome?"}]
@@ -40,3 +45,23 @@ async def test_a_changed_history_on_the_bench_has_no_vote(tmp_path: Path) -> Non
         last = await bench.say("r.0.0.0", [*ASK, {"role": "assistant", "content": "It snows."}, MORE])
         (summary,) = await bench.finalise("g", [await bench.finish("r.0.0.0", last)])
     assert (summary.sample_mask, summary.cause) == (0, Cause.UNRESOLVED_PARENT)
+
+
+def test_an_installation_without_its_recordings_says_how_they_are_made(tmp_path, monkeypatch):
+    monkeypatch.setattr("workbench.demo._RUN", tmp_path)
+    monkeypatch.setattr("workbench.demo._LEDGER", tmp_path)
+    with pytest.raises(RunStoreError, match=r"python -m workbench\.campaign\.record_demo reports/RUN"):
+        recorded_run()
+    with pytest.raises(RunStoreError, match="install the package again"):
+        recorded_ledger()
+
+
+async def test_the_environment_is_as_it_was_when_a_bench_is_closed(monkeypatch):
+    for before in ("mine", None):
+        if before is None:
+            monkeypatch.delenv(WORKER_TOKEN)
+        else:
+            monkeypatch.setenv(WORKER_TOKEN, before)
+        async with open_bench([{"text": "yes"}]):
+            pass
+        assert os.environ.get(WORKER_TOKEN) == before

@@ -13,7 +13,7 @@ from workbench.finalizer.group import assemble
 from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome
 from workbench.finalizer.metrics import pool_metrics
 from workbench.finalizer.verify import verify_and_linearize
-from workbench.wire import Cause, ManifestFailure, RolloutReceipt
+from workbench.wire import Cause, ManifestFailure, RolloutReceipt, StagedCall
 
 BOS = 1
 
@@ -263,3 +263,30 @@ async def test_spans_that_do_not_tile_the_generation_make_a_placeholder(spans):
     made = await run([outcome(0, grown)], [grown])
     assert (made.rows[0].sample_mask, made.summaries[0].cause) == (0, Cause.INVALID_SNAPSHOT)
     assert made.summaries[0].call_id == "c1" and "7 generated tokens" in made.summaries[0].detail
+
+
+async def test_what_the_environment_says_of_a_rollout_that_was_captured_well_is_its_cause():
+    chains = [chain(0), chain(1)]
+    failed = outcome(1, chains[1], failure=Cause.ROLLOUT_FAILED, detail="the agent crashed")
+    made = await run([outcome(0, chains[0]), failed], chains)
+    assert [row.sample_mask for row in made.rows] == [1, 0]
+    assert (made.summaries[1].cause, made.summaries[1].detail) == (Cause.ROLLOUT_FAILED, "the agent crashed")
+
+
+async def test_extras_and_log_probs_of_which_no_digest_can_be_made_reject_their_rollout_alone():
+    chains = [chain(0, turns=1), chain(1, turns=1), chain(2, turns=1)]
+    request = FinalizationRequest(
+        group_id="g0", weight_version=3, rollouts=[outcome(i, chains[i], "c0") for i in range(3)]
+    )
+    staged, _ = await staged_of(request, chains)
+    spoilt = {"run.0.0.0/c0": {"extras": {"spans": (1, 2)}}}
+    spoilt["run.0.1.0/c0"] = {"generation_log_probs_delta": np.full(12, np.nan, np.float32)}
+    for key, fields in spoilt.items():
+        staged[key] = StagedCall.unverified(**{**staged[key].__dict__, **fields})
+    made = assemble(request, staged, BOS)
+    assert [summary.cause for summary in made.summaries] == [Cause.INVALID_SNAPSHOT, Cause.INVALID_SNAPSHOT, None]
+    # Of the second not even the prompt is proven, so nothing is borrowed from it.
+    alone = FinalizationRequest(
+        group_id="g0", weight_version=3, rollouts=[request.rollouts[1].model_copy(update={"index": 0})]
+    )
+    assert assemble(alone, staged, BOS).summaries[0].placeholder == "bos"

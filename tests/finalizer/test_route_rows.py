@@ -5,16 +5,25 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from chains import Chain
 
 from workbench.capture.staging import MemorySink
-from workbench.errors import FinalizerError, RunStoreError
+from workbench.errors import FinalizerError, RunStoreError, TrainerError
 from workbench.finalizer.group import assemble
 from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome
 from workbench.finalizer.metrics import GroupMetrics
 from workbench.finalizer.parts import write_group
-from workbench.finalizer.routes import RouteDims, RouteSettings, known_positions, loss_positions
+from workbench.finalizer.routes import (
+    RouteDims,
+    RouteSettings,
+    dims_of,
+    fragment_of,
+    known_positions,
+    loss_positions,
+)
 from workbench.finalizer.rows import pack_row
 from workbench.finalizer.stored import read_group
 from workbench.runs.frames import read_parts
@@ -167,11 +176,6 @@ async def test_deferred_rows_carry_a_plan_and_get_the_same_routes(tmp_path):
 
 
 async def test_a_fragment_that_changed_on_disk_is_not_replayed(tmp_path):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    from workbench.errors import TrainerError
-
     made = await finalized([chain(0, [routes(1), routes(2)])], DEFERRED, run_dir=tmp_path)
     path = tmp_path / "calls" / "g0.parquet"
     table = pq.read_table(path)
@@ -211,3 +215,31 @@ def test_a_position_is_covered_where_every_layer_with_experts_has_its_whole_rout
     assert known_positions(values, [0]).tolist() == [True, True, False, True, False]
     assert not known_positions(values, [0, 1, 2]).any()
     assert not known_positions(np.full((3, 2, 2), -1, dtype=np.int8)).any()
+
+
+def test_routes_of_old_writers_are_read_as_whole_numbers():
+    nested = [[[1, 2]] * LAYERS] * 4
+    assert fragment_of({ROUTED_EXPERTS: nested}).dtype == np.int32
+    assert fragment_of({ROUTED_EXPERTS: nested}).tolist() == nested
+
+
+def test_the_shape_of_routes_is_that_of_the_first_that_can_be_read():
+    calls = chain(0, [None, "no envelope", routes(1)]).staged
+    assert dims_of(calls) == RouteDims(LAYERS, TOPK, "int16")
+    assert dims_of(calls[:2]) is None
+
+
+async def test_parts_that_do_not_belong_together_are_not_read_back(tmp_path):
+    made = await finalized([chain(0, [routes(1), routes(2)]), chain(1, [routes(3)])], DEFERRED, run_dir=tmp_path)
+    calls, receipts = tmp_path / "calls" / "g0.parquet", tmp_path / "receipts" / "g0.jsonl"
+    whole, lines = pq.read_table(calls), receipts.read_bytes().splitlines(keepends=True)
+    receipts.write_bytes(b"".join(lines[::-1]))
+    with pytest.raises(RunStoreError, match="are not about the same rollouts"):
+        read_group(tmp_path, "g0")
+    receipts.write_bytes(b"".join(lines))
+    pq.write_table(whole.slice(1), calls)
+    with pytest.raises(RunStoreError, match=f"{Cause.ROUTE_MISSING}: call c0 has no routed experts there"):
+        read_group(tmp_path, "g0")
+    row = unpack_row(pack_row(made.rows[0]))
+    with pytest.raises(TrainerError, match="has no plan of its routes, although router replay is on"):
+        fetch_routes(tmp_path, [replace(row, meta=row.meta | {"route_plan": None})])

@@ -385,3 +385,26 @@ def test_a_long_chain_of_calls_is_walked_once() -> None:
         chain.call(f"c{number - 1}" if number else None, carry=1, generated=1)
     receipt: RolloutReceipt = chain.receipt("c399")
     assert verify_and_linearize(receipt, chain.staged).token_ids.size == 800
+
+
+def test_versions_are_those_of_the_receipt() -> None:
+    """A row that agrees with its staged call about a version that the receipt does not have."""
+    for name in ("schema_version", "digest_version", "extras_digest_version"):
+        case = Case()
+        case.staged[0] = altered(case.staged[0], **{name: 9})
+        case.set_row(0, **{name: 9})
+        assert (case.rejection().cause, case.rejection().call_id) == (Cause(f"wrong_{name}"), "c0")
+
+
+def test_a_call_that_no_digest_can_be_made_of_is_refused() -> None:
+    case = Case()
+    case.staged[0] = altered(case.staged[0], weight_version=-1)
+    case.set_row(0, weight_version=-1)
+    assert case.rejection().cause is Cause.INVALID_SNAPSHOT
+
+
+def test_a_call_longer_than_a_window_is_verified_like_any_other() -> None:
+    chain = Chain("run.g.0.0", seed=3)
+    chain.call(carry=70_000, generated=5)
+    row = verify_and_linearize(chain.receipt("c0"), list(chain.staged))
+    assert (row.token_ids.size, int(row.token_mask.sum()), row.prompt_len) == (70_005, 5, 70_000)

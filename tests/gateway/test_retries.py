@@ -348,3 +348,43 @@ async def test_a_torn_last_record_is_dropped(gated: Gated, stack: Stack, tmp_pat
         assert len(gateway.custodian.store.manifest("torn").records) == 2
     assert CONTROL not in path.read_text()
     assert all(orjson.loads(line) for line in path.read_bytes().splitlines())
+
+
+async def test_a_call_that_another_gateway_does_not_end_in_time_is_a_timeout(gated: Gated) -> None:
+    key, ledger = {"idempotency-key": "k"}, gated.gateway.custodian.store.directory
+    async with (
+        gateway_over("http://127.0.0.1:9", ledger, request_timeout_s=0.2) as (url, _),
+        httpx.AsyncClient(verify=False, timeout=30.0) as http,
+    ):
+        gated.gate.hold(COMPLETION)
+        reached = gated.gate.reached[COMPLETION]
+        one = asyncio.create_task(gated.post("late.elsewhere", key))
+        await until(lambda: gated.gate.reached[COMPLETION] > reached, "the call is under way")
+        path = "/ng-rollout/late.elsewhere/v1/chat/completions"
+        late = await http.post(url + path, json=ASK, headers=key)
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "call_timeout")
+        gated.gate.release()
+        assert (await one).status_code == 200
+    assert gated.rows("late.elsewhere") == 1
+
+
+async def test_of_very_many_rollouts_the_logs_are_read_again(gated: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
+    logs = gated.gateway.retries._logs
+    logs.clear()
+    monkeypatch.setattr("workbench.gateway.retries.OPEN_LOGS", 1)
+    names = [f"many.{number}" for number in range(4)]
+    first = [(await gated.post(name, {"idempotency-key": "k"})).content for name in names]
+    assert [(await gated.post(name, {"idempotency-key": "k"})).content for name in names] == first
+    assert len(logs) == 1
+
+
+async def test_a_call_whose_end_cannot_be_noted_is_served_and_logged(
+    gated: Gated, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(self: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("workbench.gateway.retries.Recording.settled", full)
+    assert (await gated.post("unnoted")).status_code == 200
+    await until(lambda: "could not be noted" in caplog.text, "its end is logged")
+    assert gated.rows("unnoted") == 1

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from stored_run import StoredRun
 
 from workbench import runs
+from workbench.errors import RunStoreError
 from workbench.inspect import CampaignBoard, set_mode
 from workbench.inspect.board_frame import board_frame, clock
 from workbench.inspect.live import board as live_board
@@ -70,6 +72,48 @@ def test_a_run_that_failed_says_so_and_has_nothing_in_flight(stored):
     assert board.frame["state"] == "failed" and board.frame["in_flight"] == 0
     assert "Last error: ComponentDied: the policy worker is gone" in board.html()
     assert "the run is failed" in board.html()
+
+
+def test_groups_in_flight_and_the_last_thing_that_went_wrong_stand_in_the_page(stored):
+    for number in range(30):
+        start_group(stored, f"g9{number:04d}")
+    stored.writer.event("rollout_rejected", rollout_id="watched.9.0.0", cause="no_root", detail="a row is lost")
+    board = CampaignBoard(runs.open(stored.run_dir))
+    page = board.html()
+    assert "g90000" in page and re.search(r"Showing \d+ of 30 groups in flight", page)
+    assert "Last error: rollout_rejected: watched.9.0.0 no_root, a row is lost" in page
+
+
+def test_a_board_that_is_only_looked_at_keeps_its_snapshot_for_a_while(stored, monkeypatch):
+    monkeypatch.setattr("IPython.display.publish_display_data", lambda *_, **__: None)
+    board = CampaignBoard(runs.open(stored.run_dir))
+    board.show_snapshot()
+    stored.writer.status(phase="training")
+    board.refresh()
+    assert board.frame["phase"] == "training" and not board.keep()
+
+
+def test_a_read_that_fails_is_said_in_the_live_board_and_another_message_is_not_its(stored, monkeypatch):
+    board = CampaignBoard(runs.open(stored.run_dir))
+    widget, answers = board.live, []
+    monkeypatch.setattr(type(widget), "send", lambda self, content, buffers=None: answers.append(content))
+    widget._asked(widget, {"kind": "hello"}, [])
+    assert answers == []
+
+    def refresh():
+        raise RunStoreError("steps.jsonl, line 3, is no JSON")
+
+    monkeypatch.setattr(board, "refresh", refresh)
+    monkeypatch.setattr(live_board, "LEAST_S", 0.0)
+    widget._asked(widget, {"kind": "read"}, [])
+    assert answers[0]["note"] == "steps.jsonl, line 3, is no JSON"
+
+
+def test_a_ledger_without_a_rejected_rollout_says_so(tmp_path):
+    stored = StoredRun(tmp_path / "good")
+    stored.step(1, [["plain", "plain"]])
+    board = CampaignBoard(runs.open_ledger(stored.finish() / "ledger"))
+    assert board.frame["causes"] == [] and board.snapshot().png
 
 
 def test_the_browser_is_answered_at_most_twice_a_second(stored, monkeypatch):

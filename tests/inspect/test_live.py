@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from html import escape
@@ -217,6 +218,40 @@ def test_choosing_one_of_the_worst_tokens_shows_it_in_its_text(run):
     assert live.tokens.at == worst["position"]
     token = run.tokens(worst["rollout_id"]).row(worst["position"], named=True)
     assert token["token_id"] == worst["token_id"] and token["delta"] == pytest.approx(worst["delta"])
+
+
+def test_views_made_of_frames_say_that_they_hold_no_rows(run):
+    live = LogprobDelta(run.logprobs()).live
+    live.delta.chosen = 0
+    assert "made from a frame of log-probs" in live.tokens.missing
+    chain = PrefixChain(run.calls.filter(rollout_id="stored.0.1.0")).live
+    chain.chain.selected = unpack(chain.chain.block)[0]["ids"][0]
+    assert "made from a frame of calls" in chain.tokens.missing
+
+
+def test_a_choice_that_is_taken_back_opens_nothing(run):
+    delta, causes, chain = LogprobDelta(run).live, PoisonTable(run).live, PrefixChain(run, "stored.0.1.0").live
+    for view, chosen, nothing in ((delta.delta, 0, -1), (causes.causes, "stored.1.1.0", "")):
+        view.chosen = chosen
+        view.chosen = nothing
+    chain.chain.selected = unpack(chain.chain.block)[0]["ids"][0]
+    opened = chain.tokens.block
+    chain.chain.selected = ""
+    assert opened and chain.tokens.block == opened
+    assert repr(delta) == repr(delta.delta) and repr(causes) == repr(causes.causes)
+
+
+def test_what_can_no_longer_be_read_is_said_where_it_was_chosen(tmp_path, monkeypatch):
+    run = runs.open(make_run(tmp_path / "stored"))
+    delta, causes = LogprobDelta(run).live, PoisonTable(run).live
+    for table in ("rows", "calls", "ledger"):
+        shutil.rmtree(run.path / table)
+    delta.delta.chosen = 0
+    assert "has no rollout" in delta.tokens.missing
+    said: list[dict] = []
+    monkeypatch.setattr(type(causes.causes), "send", lambda self, content, buffers=None: said.append(content))
+    causes.causes.chosen = causes.causes.rollouts[0]["rollout_id"]
+    assert "No calls of rollout" in said[0]["note"]
 
 
 def test_every_live_view_of_a_ledger_says_what_it_lacks():

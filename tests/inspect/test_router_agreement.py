@@ -46,3 +46,5 @@ def test_one_step_is_drawn_over_its_layers():
     (axes,) = RouterAgreement(one).draw().axes
     assert axes.get_xlabel() == "layer, in optimiser step 1"
     assert axes.lines[0].get_xydata().tolist() == [[0.0, 1.0], [2.0, 0.5]]
+    (beside,) = RouterAgreement(replay=one, again=one).draw().axes
+    assert len(beside.lines) == 2 and beside.get_legend() is not None

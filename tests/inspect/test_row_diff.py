@@ -11,7 +11,7 @@ from stored_run import VOCABULARY, StoredRun, encode
 
 from workbench import runs
 from workbench.errors import RunStoreError
-from workbench.inspect import RowDiff
+from workbench.inspect import RowDiff, align
 from workbench.inspect.align import equal_stretches, first_difference
 from workbench.inspect.arms import differences, flips, pair_up
 from workbench.inspect.live.pack import unpack
@@ -26,8 +26,9 @@ def ids(*values: int) -> np.ndarray:
 def test_stretches_are_equal_in_order_and_begin_with_the_common_prefix(one, other):
     left, right = ids(*one), ids(*other)
     stretches = equal_stretches(left, right)
-    at_one = at_other = 0
+    at_one = at_other = -1
     for start_one, start_other, length in stretches:
+        assert (start_one, start_other) != (at_one, at_other), "two that adjoin are one"
         assert start_one >= at_one and start_other >= at_other and length > 0
         assert one[start_one : start_one + length] == other[start_other : start_other + length]
         at_one, at_other = start_one + length, start_other + length
@@ -46,6 +47,17 @@ def test_an_insertion_and_a_replacement_are_found_where_they_are():
     assert equal_stretches(row, changed) == [(0, 0, 1_000), (1_000, 1_003, 2_000), (3_001, 3_004, 1_999)]
     assert equal_stretches(row, row) == [(0, 0, 5_000)] and first_difference(row, row) is None
     assert equal_stretches(row, ids()) == [] and first_difference(row, ids()) == 0
+
+
+def test_of_blocks_that_changed_places_the_longer_one_is_kept():
+    short, long = np.arange(100, dtype=np.uint64), np.arange(1_000, 1_300, dtype=np.uint64)
+    one, other = np.concatenate([short, long]), np.concatenate([long, short])
+    assert equal_stretches(one, other) == [(100, 0, 300)]
+
+
+def test_windows_that_hash_alike_cost_an_anchor_and_never_make_a_wrong_stretch(monkeypatch):
+    monkeypatch.setattr(align, "_windows", lambda row: np.arange(row.size - align._WINDOW + 1, dtype=np.uint64))
+    assert equal_stretches(np.arange(500, dtype=np.uint64), np.arange(1_000, 1_500, dtype=np.uint64)) == []
 
 
 def test_two_texts_that_read_alike_differ_by_their_ids():
@@ -234,3 +246,40 @@ def test_a_row_that_ends_first_has_no_diverging_token():
     )
     assert RowDiff(frame, frame.head(2)).diverging()["token_id"].to_list() == [3, None]
     assert RowDiff(frame, frame).diverging().is_empty()
+
+
+def test_arms_without_a_valid_pair_have_no_difference_of_rewards(arms):
+    one = arm([("t1", 0, 0.0, "no_root")])
+    reward, valid, *_ = differences(pair_up(one, one))
+    assert (reward.pairs, reward.mean, valid.pairs) == (0, None, 1)
+
+    class Rejected:
+        """Arm B, all of its rollouts rejected."""
+
+        rollouts = arms[1].rollouts.with_columns(sample_mask=pl.lit(0), cause=pl.lit("no_root"))
+        calls, vocabulary, tokens = arms[1].calls, arms[1].vocabulary, arms[1].tokens
+
+    diff = RowDiff(arms[0], Rejected())
+    assert diff.differences[0].mean is None and ">–<" in diff.html()
+
+
+def test_partners_that_are_missing_and_flips_that_are_not_shown_are_counted(arms):
+    class Shorter:
+        """Arm B without its last rollout."""
+
+        rollouts = arms[1].rollouts.head(5)
+        calls, vocabulary, tokens = arms[1].calls, arms[1].vocabulary, arms[1].tokens
+
+    diff = RowDiff(arms[0], Shorter(), max_flips=1)
+    assert diff.flips is not None and diff.flips.height > 1
+    assert "Without a partner: 1 of A, 0 of B" in diff.html()
+    assert f"Showing 1 of {diff.flips.height} flips; all: .flips" in diff.html()
+
+
+def test_named_rollouts_of_arms_that_share_no_task_are_compared_without_numbers(arms):
+    class Elsewhere:
+        rollouts = arms[1].rollouts.with_columns(pl.lit("elsewhere").alias("task_id"))
+        calls, vocabulary, tokens = arms[1].calls, arms[1].vocabulary, arms[1].tokens
+
+    diff = RowDiff(arms[0], Elsewhere(), rollouts=("a.0.0.0", "b.0.0.0"))
+    assert diff.pairs is None and "a.0.0.0 against b.0.0.0" in repr(diff)

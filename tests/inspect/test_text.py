@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 from stored_run import END, START, VOCABULARY, encode
 
+from workbench.inspect.roles import NAMES, roles_of
 from workbench.inspect.text import pieces_of, visible
 
 
@@ -51,3 +53,13 @@ def test_pieces_cover_every_id_once_in_order():
         ids = [rng.choice([*range(258), 999]) for _ in range(40)]
         pieces = pieces_of(ids, VOCABULARY)
         assert [p.start for p in pieces] == [0, *(p.stop for p in pieces[:-1])] and pieces[-1].stop == 40
+
+
+def test_roles_are_told_by_turn_marks_alone_and_unknown_names_have_none():
+    plain = roles_of(np.array(encode("no marks"), dtype=np.uint64), VOCABULARY)
+    assert not plain.known and not plain.role.any()
+    # An end mark, another special token and a start mark: the turn ended. An unknown id ends a name.
+    ids = [START, *encode("user\nhi"), END, END, START, 999_999, END]
+    roles = roles_of(np.array(ids, dtype=np.uint64), VOCABULARY)
+    assert roles.known and NAMES[int(roles.role[1])] == "user"
+    assert int(roles.role[-1]) == 0

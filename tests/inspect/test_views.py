@@ -31,6 +31,7 @@ from workbench.inspect import (
 )
 from workbench.inspect.live.pack import unpack
 from workbench.inspect.logprobs import delta_numbers
+from workbench.inspect.strip_columns import call_starts
 from workbench.inspect.text import pieces_of
 
 FOREIGN = Path(__file__).parents[1] / "conformance" / "foreign_ledger" / "ledger"
@@ -217,6 +218,67 @@ def test_a_logprob_that_is_no_number_is_named_and_spoils_no_other(run, bad):
     )
     assert repr(TokenStrip(tokens)).endswith(f" · {tokens['delta'].count()} Δ NOT FINITE")
     assert TokenStrip(tokens).snapshot().png
+
+
+def test_a_view_of_several_rollouts_asks_for_one(run):
+    with pytest.raises(RunStoreError, match=r"Expected calls of one rollout, got 16; name one"):
+        PrefixChain(run.calls)
+    with pytest.raises(RunStoreError, match=r"Expected a rollout id beside the run: TokenStrip\(run, rollout_id\)"):
+        TokenStrip(run)
+
+
+def test_a_row_without_tokens_calls_or_turns_is_still_a_view(run):
+    tokens = run.tokens("stored.0.1.0")
+    assert repr(TokenStrip(tokens.head(0)).live) == "Tokens of None · 0 tokens (0 sampled) · 0 calls"
+    nameless = TokenStrip(tokens.with_columns(model_call_id=pl.lit(None, pl.String)))
+    assert [name for _, _, name, *_ in call_starts(nameless.tokens, {})] == ["?"]
+    assert nameless.live.missing == "" and nameless.html()
+
+
+def test_numbers_that_nobody_recorded_are_a_dash_and_not_zero(tmp_path):
+    stored = StoredRun(tmp_path / "bare")
+    stored.writer.step({"step": 1, "weight_version": 1})
+    assert ">–<" in CaptureRate(runs.open(stored.run_dir)).html()
+    stored.writer.close()
+
+
+def test_log_probs_of_a_run_without_a_vocabulary_are_shown_by_id(tmp_path):
+    run_dir = make_run(tmp_path / "stored", steps=1)
+    (run_dir / "vocabulary.json").unlink()
+    view = LogprobDelta(runs.open(run_dir))
+    assert view.vocabulary is None and view.snapshot().png
+
+
+def test_calls_of_which_nothing_is_known_but_their_place_are_drawn(run):
+    calls = run.calls.filter(rollout_id="stored.0.1.0").with_columns(
+        delta_len=pl.lit(None, pl.Int64), sampled_tokens=pl.lit(None, pl.Int64)
+    )
+    chain = PrefixChain(calls)
+    assert "no tokens recorded" in str([text.get_text() for ax in chain.draw().axes for text in ax.texts])
+
+
+def test_a_long_chain_is_cut_in_text_too(run):
+    text = PrefixChain(run, "stored.0.2.0", max_rows=2).to_text()
+    assert text.endswith("showing 2 of 5 calls")
+
+
+def test_the_first_verified_rollout_stands_in_for_a_telling_one_that_was_rejected(tmp_path):
+    stored = StoredRun(tmp_path / "few")
+    stored.step(1, [["plain", "nan"]])
+    run = runs.open(stored.finish())
+    telling = run.rollouts.filter(~pl.col("verified"))["rollout_id"].item()
+    assert verified_rollout(run, None) != telling
+    only = run.rollouts.filter("verified")["rollout_id"].item()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("workbench.inspect.choose.telling_rollout", lambda run: telling)
+        assert verified_rollout(run) == only
+
+
+def test_what_is_too_much_for_a_table_is_counted(tmp_path):
+    stored = StoredRun(tmp_path / "many")
+    stored.step(1, [["plain", *["edit"] * 45]])
+    table = PoisonTable(runs.open(stored.finish()))
+    assert re.search(r"Showing \d+ of 45; all: \.drift", table.html())
 
 
 def test_a_view_made_of_the_wrong_thing_says_what_it_expected(run):

@@ -14,7 +14,8 @@ import pytest
 from speech import Items, commit, model, tool_call, user
 
 from workbench.ledger import LedgerStore, diagnose_drift
-from workbench.ledger.items import CallItems, ItemDigest
+from workbench.ledger.differences import first_difference
+from workbench.ledger.items import LEAF_CHARS, CallItems, ItemDigest
 from workbench.ledger.relatives import history, shared_items
 from workbench.wire import Cause
 from workbench.wire.fingerprints import request_envelope
@@ -69,6 +70,27 @@ HISTORIES: dict[str, tuple[Items, Items, Items, Cause, int | None]] = {
         [user("q")],
         [model(None, tool_calls=[tool_call('{"a":1}')])],
         [user("q"), model(None, tool_calls=[tool_call('{"a":2}')]), user("more")],
+        Cause.HISTORY_EDITED,
+        1,
+    ),
+    "numbers of the same value, spelled otherwise": (
+        [user("q")],
+        [model(None, tool_calls=[tool_call('{"a":{"b":[1.0]}}')])],
+        [user("q"), model(None, tool_calls=[tool_call('{"a":{"b":[1]}}')]), user("more")],
+        Cause.TOOL_CALL_RESERIALISED,
+        1,
+    ),
+    "arguments that are a list, spelled otherwise": (
+        [user("q")],
+        [model(None, tool_calls=[tool_call("[1.0]")])],
+        [user("q"), model(None, tool_calls=[tool_call("[1]")]), user("more")],
+        Cause.TOOL_CALL_RESERIALISED,
+        1,
+    ),
+    "a tool call that was not made": (
+        [user("q")],
+        [model("let me see")],
+        [user("q"), model("let me see", tool_calls=[tool_call("{}")]), user("more")],
         Cause.HISTORY_EDITED,
         1,
     ),
@@ -127,6 +149,42 @@ def test_cause_and_first_differing_item(name: str, tmp_path: Path) -> None:
     assert (drift.cause, drift.position) == (cause, position), drift.detail
     assert drift.nearest_call == (None if position is None else "c0")
     assert [event["cause"] for event in store.events(R)] == [cause.value]
+
+
+@pytest.mark.parametrize(
+    ("was", "came", "says"),
+    [
+        (
+            model(None, tool_calls=[tool_call('{"a":[1,2]}')]),
+            model(None, tool_calls=[tool_call('{"a":[1,3]}')]),
+            "tool_calls[0].function.arguments.a[1]: '2' was recorded, '3' came",
+        ),
+        (model('{"a":1}'), model('{"a": 1}'), """content: '{"a":1}' was recorded, '{"a": 1}' came"""),
+        (
+            model("x" * 3 * LEAF_CHARS + "y"),
+            model("x" * 3 * LEAF_CHARS + "z"),
+            f"content: they part after the first {LEAF_CHARS:,} characters",
+        ),
+        ({"role": "user", "content": ["one", "two"]}, user("one"), "content[1]: 'two' was recorded, nothing came"),
+        (model("same"), model("same"), "None"),
+    ],
+)
+def test_the_first_place_in_which_two_items_differ(was: dict[str, Any], came: dict[str, Any], says: str) -> None:
+    assert str(first_difference(ItemDigest.of(was), ItemDigest.of(came))) == says
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"role": "user", "content": 5},
+        {"type": "function_call", "name": "f", "call_id": "c", "arguments": {"n": {1}}},
+        {"role": "_ng_request_envelope", "content": "{no json"},
+        "no object",
+    ],
+)
+def test_an_item_that_has_no_fingerprint_is_still_told_apart(odd: Any) -> None:
+    assert ItemDigest.of(odd) == ItemDigest.of(odd)
+    assert ItemDigest.of(odd).digest != ItemDigest.of(user("q")).digest
 
 
 def test_a_silent_compaction_names_the_first_differing_item(tmp_path: Path) -> None:

@@ -104,6 +104,11 @@ def test_nothing_recorded_is_no_records(tmp_path: Path) -> None:
         assert (made.capture_poisoned, made.failure_reason) == (True, "no_records")
 
 
+def test_a_manifest_of_another_rollout_is_no_receipt_of_this_one(store: LedgerStore) -> None:
+    made = assemble_receipt(store.manifest(R), rollout_id="run.0.1.0", reward=1.0, response=SCORED)
+    assert (made.capture_poisoned, made.failure_reason) == (True, "identity_mismatch")
+
+
 def truths() -> list[Any]:
     lines = (FOREIGN / "truth.jsonl").read_bytes().splitlines()
     return [pytest.param(truth, id=truth["rollout_id"]) for truth in map(orjson.loads, lines)]

@@ -73,6 +73,28 @@ def test_a_store_that_is_running_sees_a_torn_line_go(tmp_path: Path) -> None:
     assert [failure.model_call_id for failure in store.manifest(R).failures] == ["c1"]
 
 
+def test_a_store_that_is_running_sees_a_ledger_go(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    grown(store)
+    assert len(store.manifest(R).records) == 2
+    ledger_of(store).unlink()
+    assert store.manifest(R).records == []
+
+
+def test_a_store_remembers_some_rollouts_and_reads_the_others_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workbench.ledger.store.INDEXED_ROLLOUTS", 2)
+    store = LedgerStore(tmp_path)
+    names = [f"run.0.{number}.0" for number in range(4)]
+    for name in names:
+        commit(store, name, "c0", [user("q")], [model("A")])
+    assert len(store._rollouts) == 2
+    for name in names:
+        admission = store.admit(name, [user("q"), model("A"), user("more")], "c1").admission
+        assert admission is not None and admission.parent_call_id == "c0"
+
+
 @pytest.mark.parametrize("damage", [b"{\n", b"\x00\x00\x00\n", b"[1]\n", b'{"kind":"freeze"}\n', b"\n"])
 def test_a_broken_whole_line_names_file_and_line(tmp_path: Path, damage: bytes) -> None:
     store = LedgerStore(tmp_path)
@@ -316,3 +338,14 @@ def test_a_request_that_names_a_response_continues_its_call_or_none(tmp_path: Pa
         for request in (asked, after):
             named = store.admit(rollout_id, request, f"{len(request)}", after_response_id="resp-c9")
             assert named.admission is None, "never a root, not even in a rollout without calls"
+
+
+def test_a_call_is_admitted_again_as_it_was_and_not_to_a_parent_without_a_row(tmp_path: Path) -> None:
+    """For whoever finishes a call that another process admitted."""
+    store = LedgerStore(tmp_path)
+    commit(store, R, "c0", [user("q")], [model("A")])
+    child = [user("q"), model("A"), user("more")]
+    assert store.readmit(R, "c1", "c0") == store.admit(R, child, "c1").admission
+    assert store.readmit(R, "c2", None) == store.admit(R, [user("q")], "c2").admission
+    with pytest.raises(LedgerConflict, match="c3 was resolved to call gone, which has no custody row"):
+        store.readmit(R, "c3", "gone")

@@ -48,6 +48,9 @@ def test_an_unresolved_call_of_a_run_names_the_token(tmp_path) -> None:
     assert bytes(path["token_id"].to_list()[at - 1 : at + 7]) == b"A number"
     assert path["model_call_id"][at] == row["token_call_id"]
     assert f"first token {at}" in sentences(drift)[0]
+    of_one = run.drift(row["rollout_id"])
+    assert of_one.equals(drift.filter(pl.col("rollout_id") == row["rollout_id"]))
+    assert run.drift("stored.0.0.0").is_empty()
 
 
 def test_without_a_vocabulary_or_tokens_the_diagnosis_stands_alone(tmp_path) -> None:
@@ -57,3 +60,13 @@ def test_without_a_vocabulary_or_tokens_the_diagnosis_stands_alone(tmp_path) -> 
     assert row["near_path"] == "content" and row["token_position"] is None
     ledger = drift_frame(runs.open_ledger(run.path / "ledger"))
     assert ledger.filter(pl.col("token_id").is_not_null()).is_empty() and ledger.height == drift_frame(run).height
+
+
+def test_without_the_deltas_of_its_group_a_diagnosis_names_no_token(tmp_path) -> None:
+    run = runs.open(make_run(tmp_path / "stored"))
+    row = run.drift().row(0, named=True)
+    group_id = run.rollouts.filter(rollout_id=row["rollout_id"])["group_id"].item()
+    for table in ("calls", "rows"):
+        (run.path / table / f"{group_id}.parquet").unlink()
+    without = runs.open(run.path).drift(row["rollout_id"]).row(0, named=True)
+    assert (without["near_path"], without["token_position"]) == ("content", None)

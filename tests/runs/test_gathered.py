@@ -102,3 +102,7 @@ def test_parts_read_by_several_threads_stand_in_their_order_and_a_broken_one_is_
     (stored.run_dir / "rows" / "g00001.parquet").write_bytes(b"PAR1 no more PAR1")
     with pytest.raises(RunStoreError, match=r"g00001\.parquet is not a readable part of table rows"):
         _ = runs.open(stored.run_dir).rollouts
+
+
+def test_a_part_that_goes_while_it_is_looked_at_is_no_part(tmp_path: Path) -> None:
+    assert gathered._signature(tmp_path / "gone.parquet") is None

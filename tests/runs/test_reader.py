@@ -7,12 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import polars as pl
+import pyarrow.parquet as pq
 import pytest
 from stored_run import END, Rollout, StoredRun, make_run
 
 from workbench import runs
 from workbench.errors import RunStoreError
-from workbench.runs import frames, frames_page, reader, schema
+from workbench.runs import frames, frames_page, reader, schema, staged
+from workbench.runs.tokens import call_path_tokens
+from workbench.wire.extras import ROUTED_EXPERTS
+from workbench.wire.routes import encode_routes
 
 
 @pytest.fixture(scope="module")
@@ -281,3 +285,76 @@ def test_a_damaged_ledger_costs_its_own_rollout_and_not_the_sight_of_the_others(
     assert run.calls.filter(others).equals(whole.filter(others))
     lost = run.calls.filter(~others & pl.col("failure_reason").is_not_null()).row(0, named=True)
     assert lost["relation"] == "failed" and f"{ledger}, line 1" in lost["detail"]
+
+
+def test_a_value_that_does_not_fit_its_column_is_named_with_column_and_table():
+    with pytest.raises(RunStoreError, match="Column group_ids of table steps does not hold"):
+        frames.frame_of("steps", [{"step": 1, "group_ids": 5}])
+
+
+def test_further_words_and_numbers_of_a_record_are_columns_behind_the_declared_ones():
+    frame = frames.frame_of("steps", [{"step": 1, "note": "slow", "celsius": 61.5}, {"step": 2}, {"mixed": 1}])
+    assert frame.columns[-3:] == ["note", "celsius", "mixed"]
+    assert frame["note"].to_list() == ["slow", None, None]
+    mixed = frames.frame_of("steps", [{"mixed": 1}, {"mixed": "one"}])
+    assert "mixed" not in mixed.columns  # no one dtype holds both
+
+
+def test_a_file_that_is_gone_has_no_torn_line_and_no_part(tmp_path):
+    assert not frames.has_torn_line(tmp_path / "gone.jsonl")
+    assert frames.read_parts("rows", [tmp_path / "gone.parquet"]).is_empty()
+
+
+def test_a_part_of_an_older_or_another_writer_is_read_by_its_columns(tmp_path):
+    run_dir = make_run(tmp_path / "stored", steps=1)
+    path = run_dir / "calls" / "g00000.parquet"
+    whole, table = frames.read_parts("calls", [path]), pq.read_table(path)
+    optional = [column.name for column in schema.columns("calls") if column.optional]
+    older = table.drop_columns(optional).select([n for n in table.column_names[::-1] if n not in optional])
+    pq.write_table(older, path)
+    read = frames.read_parts("calls", [path])
+    assert read.schema == whole.schema
+    assert read.drop(optional).equals(whole.drop(optional))
+    assert all(read[name].null_count() == read.height for name in optional)
+    pq.write_table(older.drop_columns(["token_ids"]), path)
+    with pytest.raises(RunStoreError, match=r"g00000\.parquet is not a part of table calls: it lacks token_ids"):
+        frames.read_parts("calls", [path])
+
+
+def test_a_rollout_without_staged_tokens_says_why_there_are_none():
+    call = {"model_call_id": "c0", "token_ids": None, "terminal": False, "failure_reason": None, "staging": None}
+    for calls, why in (
+        ([], "it has no recorded calls"),
+        ([call | {"failure_reason": "unresolved_parent"}, call], "unknown, unresolved_parent"),
+    ):
+        with pytest.raises(RunStoreError, match=f"Rollout r has no staged tokens: {why}"):
+            call_path_tokens("r", calls, None)
+
+
+def test_a_path_through_a_call_that_was_not_staged_is_named(tmp_path):
+    run = runs.open(make_run(tmp_path / "stored", steps=1))
+    calls = [call for call in run._table("calls", "stored.0.1.0").to_dicts() if call["parent_call_id"] is not None]
+    with pytest.raises(RunStoreError, match=r"continues '.*', which was not staged"):
+        call_path_tokens("stored.0.1.0", calls, None)
+
+
+def test_a_trained_row_that_is_gone_costs_its_log_probs_alone(tmp_path):
+    run_dir = make_run(tmp_path / "stored", steps=1)
+    before = runs.open(run_dir).logprobs()
+    (run_dir / "rows" / "g00000.parquet").unlink()
+    after = runs.open(run_dir).logprobs()
+    assert after.height and after.equals(before.filter(pl.col("group_id") != "g00000"))
+
+
+# The same two bytes, spelled as no encoder spells them.
+ODD_BASE64 = encode_routes(np.zeros((1, 1, 1), np.int16)).replace("AAA=", "AAB=")
+
+
+@pytest.mark.parametrize("odd", ["no envelope", ODD_BASE64])
+def test_routes_in_another_form_than_ours_stay_where_they_are(odd):
+    for extras in ({ROUTED_EXPERTS: odd}, {ROUTED_EXPERTS: [[[1]]]}, None):
+        assert staged.apart(extras) == (extras, None)
+    values = np.arange(6, dtype=np.int16).reshape(3, 2, 1)
+    ours = encode_routes(values)
+    without, routes = staged.apart({"finish_reason": "stop", ROUTED_EXPERTS: ours})
+    assert routes == values.tobytes() and staged.together(dict(without), routes)[ROUTED_EXPERTS] == ours

@@ -11,13 +11,13 @@ from workbench.runs import load_vocabulary
 
 def test_byte_level_pieces_are_bytes(tmp_path):
     tree = {
-        "model": {"vocab": {"Ġhello": 0, "Ċ": 1, "ðŁ": 2, "İ²": 3, "<|end|>": 4}},
+        "model": {"vocab": {"Ġhello": 0, "Ċ": 1, "ðŁ": 2, "İ²": 3, "<|end|>": 4, "日": 5}},
         "added_tokens": [{"id": 4, "content": "<|end|>", "special": True}],
         "decoder": {"type": "ByteLevel"},
     }
     (tmp_path / "tokenizer.json").write_bytes(orjson.dumps(tree))
     vocabulary = load_vocabulary(tmp_path / "tokenizer.json")
-    assert vocabulary.pieces == {0: b" hello", 1: b"\n", 2: b"\xf0\x9f", 3: b"\x8e\xb2"}
+    assert vocabulary.pieces == {0: b" hello", 1: b"\n", 2: b"\xf0\x9f", 3: b"\x8e\xb2", 5: "日".encode()}
     assert (vocabulary.pieces[2] + vocabulary.pieces[3]).decode() == "🎲"
     assert vocabulary.special == {4: "<|end|>"}
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from workbench.serving.expert_routes import RouteRecorder
+from workbench.serving.weights import EngineSide
 
 LAYERS, TOPK, EXPERTS, BLOCK = 2, 3, 16, 4
 
@@ -130,3 +131,20 @@ def test_what_was_never_computed_has_no_route_and_what_is_unknown_gives_none(run
 def test_a_model_without_experts_is_refused(runner):
     with pytest.raises(ValueError, match="m has no experts"):
         RouteRecorder(Runner(experts=0))
+
+
+def test_of_requests_that_are_over_the_last_few_are_remembered(runner, monkeypatch):
+    monkeypatch.setattr("workbench.serving.expert_routes.KEPT_REQUESTS", 1)
+    runner.run(("a-12345678", 0, [1, 2, 3]))
+    runner.run(("b-12345678", 0, [1, 2, 3]), finished=["a-12345678"])
+    runner.run(("c-12345678", 0, [1]), finished=["b-12345678"])
+    assert runner.recorder.take("a", 0, 3) is None and runner.recorder.take("b", 0, 3) is not None
+    worker = EngineSide()
+    worker._workbench_routes = runner.recorder
+    assert worker.workbench_take_routes("a", 0, 3) == {}
+
+
+def test_a_model_with_several_kinds_of_cache_is_refused(runner):
+    runner.kv_cache_config.kv_cache_groups = [None, None]
+    with pytest.raises(ValueError, match="one kind of KV cache"):
+        RouteRecorder(runner)

@@ -92,6 +92,11 @@ def test_a_head_that_does_more_than_multiply_is_refused(model, monkeypatch):
     monkeypatch.setattr(model.config, "final_logit_softcapping", 30.0, raising=False)
     with pytest.raises(TrainerError, match="final_logit_softcapping"):
         check_head(model)
+    monkeypatch.undo()
+    head = model.get_output_embeddings()
+    monkeypatch.setattr(head, "bias", torch.nn.Parameter(torch.zeros(head.out_features)))
+    with pytest.raises(TrainerError, match=r"lm_head\.bias"):
+        check_head(model)
 
 
 @pytest.mark.parametrize("shift", [0, 1, -1])
@@ -111,4 +116,6 @@ def test_log_probs_that_are_merely_different_are_no_shift():
     noise = [-8 * g.random(200) for _ in range(2)]
     masks = [np.ones(200, dtype=bool)]
     assert logprob_shift(noise[:1], noise[1:], masks) == 0
+    one = np.ones(1, dtype=bool)
+    assert logprob_shift([np.array([-1.0])], [np.array([-5.0])], [one]) == 0  # one token has no neighbour
     assert logprob_shift([np.full(200, -10.0)], [np.full(200, -11.0)], masks) == 0  # a constant matches any shift

@@ -10,6 +10,7 @@ from workbench.config import load_recipe
 from workbench.errors import RecipeError, ReplayBufferError
 from workbench.train.buffer import ReplayBuffer
 from workbench.train.samplers import Sampler, Selection, sampler
+from workbench.train.samplers.in_order import InOrder
 
 
 def keys(group_id, n=2):
@@ -188,6 +189,27 @@ def test_a_recipe_that_would_deadlock_or_cannot_be_meant_is_refused(overrides, m
     with pytest.raises(RecipeError, match=r"^train\.") as caught:
         ReplayBuffer.of(train_section(*overrides))
     assert message in str(caught.value)
+
+
+@dataclass(frozen=True)
+class Picky(InOrder):
+    """One's own sampler that takes no odd window."""
+
+    window: int = 2
+
+    def __post_init__(self) -> None:
+        if self.window % 2:
+            raise ValueError("an even window")
+
+
+def test_what_a_sampler_of_ones_own_does_not_take_is_said_in_its_words():
+    with pytest.raises(RecipeError, match=r"sampler .*:Picky does not take .*'window': 3.*: an even window"):
+        sampler(f"{__name__}:Picky", window=3)
+
+
+def test_a_buffer_without_room_is_refused():
+    with pytest.raises(RecipeError, match="needs room for 1 group or more, got 0"):
+        ReplayBuffer(0)
 
 
 def test_the_capacity_that_is_asked_for_is_enough_and_one_less_is_not():

@@ -169,6 +169,20 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_used(save, tmp_p
     assert newest_checkpoint(tmp_path, upto=9) == (None, wrong)
 
 
+def test_a_checkpoint_of_another_layout_or_step_is_named(save, tmp_path):
+    save(1)
+    (tmp_path / "step-1").rename(tmp_path / "step-2")
+    with pytest.raises(TrainerError, match=rf"expected layout {checkpoint.LAYOUT} and step 2, got .* and 1"):
+        checkpoint.load(tmp_path, 2)
+
+
+def test_generators_of_devices_that_are_not_here_are_left_out(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    before = torch.get_rng_state()
+    checkpoint.load_generators({"cpu": before, "cuda:0": torch.zeros(16, dtype=torch.uint8)})
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_the_last_few_stay_and_what_a_killed_process_left_goes(save, tmp_path):
     (tmp_path / ".step-3-abc").mkdir()
     for step in (1, 2, 5, 10):

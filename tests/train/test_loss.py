@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from workbench.train import grpo_loss
+from workbench.train.kl import kl_estimate
 from workbench.train.loss import loss_metrics
 
 LOW, HIGH = 0.2, 0.28
@@ -159,3 +160,11 @@ def test_shapes_that_do_not_match_are_named():
         grpo_loss(torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(2), torch.ones(2, 3), LOW, HIGH)
     with pytest.raises(ValueError, match="token, sequence or constant"):
         grpo_loss(*[torch.zeros(2, 3)] * 2, torch.zeros(2), torch.ones(2, 3), LOW, HIGH, reduction="mean")
+
+
+def test_settings_that_name_no_formula_are_refused():
+    values = torch.zeros(1, 3)
+    with pytest.raises(ValueError, match="reduction constant needs constant_tokens"):
+        grpo_loss(values, values, torch.ones(1), torch.ones(1, 3), LOW, HIGH, reduction="constant")
+    with pytest.raises(ValueError, match="the KL estimator is k1, k2 or k3, got 'k4'"):
+        kl_estimate(values, values, "k4")

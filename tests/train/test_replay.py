@@ -125,6 +125,13 @@ def test_at_sentinels_the_models_own_router_chooses(moe):
     assert known.any(dim=1).nonzero().ravel().tolist() == [10]
 
 
+def test_a_pass_that_forced_nothing_has_no_agreement(moe):
+    replay = RouterReplay(copy.deepcopy(moe))
+    with replay.forced(None), torch.no_grad():
+        replay.check("r", np.full((LENGTH, LAYERS, TOPK), -1, np.int16))
+    assert replay.agreement() is None
+
+
 def test_routers_of_another_formula_and_dense_models_are_refused(moe, tiny_model):
     from transformers import AutoModelForCausalLM
 
@@ -138,11 +145,20 @@ def test_routers_of_another_formula_and_dense_models_are_refused(moe, tiny_model
             gates, own = logits.sigmoid().topk(self.top_k)
             return logits, gates, own
 
-    other = copy.deepcopy(moe)
-    layer = other.model.layers[1].mlp
-    layer.gate = SigmoidRouter(layer.gate)
-    with pytest.raises(TrainerError, match=r"how SigmoidRouter \(model\.layers\.1\.mlp\.gate\) weighs its experts"):
-        RouterReplay(other)
+    class LonelyRouter(SigmoidRouter):
+        def forward(self, hidden):
+            return super().forward(hidden)[0]
+
+    for kind in (LonelyRouter, SigmoidRouter):
+        other = copy.deepcopy(moe)
+        layer = other.model.layers[1].mlp
+        layer.gate = kind(layer.gate)
+        with pytest.raises(TrainerError, match=rf"how {kind.__name__} \(model\.layers\.1\.mlp\.gate\) weighs"):
+            RouterReplay(other)
+    alone = torch.nn.Module()
+    alone.config, alone.OnlyRouter = moe.config, copy.deepcopy(moe.model.layers[1].mlp.gate)
+    with pytest.raises(TrainerError, match="does not know which layer the router OnlyRouter belongs to"):
+        RouterReplay(alone)
     with pytest.raises(TrainerError, match=r"LlamaForCausalLM has no router that replay knows"):
         RouterReplay(AutoModelForCausalLM.from_pretrained(tiny_model))
 
@@ -261,10 +277,13 @@ def replaying_rank(rank, port, model, folder, rows):
     metrics = learner.train_step(1, [row.rollout_id for row in rows])
     learner.publish(1)
     unknown = [replace(row, routes=None if rank else np.full_like(row.routes, -1)) for row in rows]
-    try:
-        learner.step_on(2, unknown)
-    except TrainerError as error:
-        torch.save({"metrics": metrics, "refused": str(error)}, f"{folder}/rank{rank}.pt")
+    flat = [replace(row, routes=None if rank else row.routes[:, :1]) for row in rows]
+    refused = []
+    for wrong in (unknown, flat):
+        with pytest.raises(TrainerError) as caught:
+            learner.step_on(2, wrong)
+        refused.append(str(caught.value))
+    torch.save({"metrics": metrics, "refused": refused}, f"{folder}/rank{rank}.pt")
     learner.leave()
 
 
@@ -293,5 +312,7 @@ def test_two_ranks_replay_as_one(moe, moe_path, tmp_path):
     moved = {name: (weight - before[name]).norm() for name, weight in ours.items()}
     assert all(moved[name] > 0 for name in moved if name.endswith("mlp.gate.weight"))
     assert all((theirs[name] - ours[name]).norm() <= 2e-2 * moved[name] for name in ours)
-    # Every rank hears of a batch without a route, and none waits for another.
-    assert all("none of the 80 positions in the loss has a route" in answer["refused"] for answer in answers)
+    # Every rank hears of a batch without a route, or with another model's, and none waits for another.
+    for answer in answers:
+        assert "none of the 80 positions in the loss has a route" in answer["refused"][0]
+        assert f"has routes of 1 layers × {TOPK} experts, the model has" in answer["refused"][1]

@@ -52,6 +52,8 @@ def test_a_placeholder_has_no_token_in_the_loss_even_if_its_mask_says_so():
         ({"token_mask": np.zeros(12, np.float32)}, "token_mask must be uint8"),
         ({"logprobs": np.zeros(11, np.float32)}, "one length"),
         ({"token_mask": np.ones(12, np.uint8)}, "first token is marked as sampled"),
+        ({"routes": np.zeros((12, 2, 2), np.float32)}, "routes must be int8, int16 or int32, got float32"),
+        ({"routes": np.zeros((11, 2, 2), np.int16)}, r"expected routes \[12, layers, topk\], got \[11, 2, 2\]"),
         ({"logprobs": np.full(12, np.nan, np.float32)}, "log-prob at position 3 is nan"),
     ],
 )

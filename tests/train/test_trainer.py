@@ -252,12 +252,19 @@ def test_updates_smaller_than_a_bfloat16_step_are_not_lost(trainer):
         ({"dtype": "float16"}, TrainerError, "float32, bfloat16"),
         ({"advantage": {"name": "grpo", "options": {"base": 1}}}, TrainerError, "baseline"),
         ({"temperature": 0.0}, TrainerError, "above 0"),
+        ({"reduction": "constant"}, TrainerError, "reduction=constant needs constant_tokens"),
         ({"model_path": "no-such-model"}, ModelMissing, "no-such-model"),
     ],
 )
 def test_wrong_settings_are_refused_in_words(trainer, settings, error, says):
     with pytest.raises(error, match=says):
         trainer(**settings)
+
+
+def test_a_trainer_for_a_gpu_says_that_there_is_none(trainer, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(TrainerError, match=r"is to run on a GPU and torch .* sees none"):
+        trainer(device="gpu")
 
 
 @pytest.mark.ray

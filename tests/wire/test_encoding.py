@@ -293,11 +293,9 @@ def test_null_and_empty_extras_differ() -> None:
     assert extras_digest(None) != extras_digest({})
 
 
-@pytest.mark.parametrize("field", ["prev_len", "delta_len", "cum_len", "weight_version"])
-@pytest.mark.parametrize("value", [None, "1", 1.0, True, -1, 2**64])
-def test_a_length_that_is_no_unsigned_int_has_no_digest(field: str, value: Any) -> None:
+def digest_fields() -> dict[str, Any]:
     digest = "0" * 64
-    fields: dict[str, Any] = {
+    return {
         "schema_version": 2,
         "digest_version": 2,
         "extras_digest_version": 1,
@@ -316,6 +314,25 @@ def test_a_length_that_is_no_unsigned_int_has_no_digest(field: str, value: Any) 
         "chain_hash": digest,
         "cumulative_hash": digest,
     }
-    assert len(staged_call_digest(**fields)) == 64
+
+
+@pytest.mark.parametrize("field", ["prev_len", "delta_len", "cum_len", "weight_version"])
+@pytest.mark.parametrize("value", [None, "1", 1.0, True, -1, 2**64])
+def test_a_length_that_is_no_unsigned_int_has_no_digest(field: str, value: Any) -> None:
+    assert len(staged_call_digest(**digest_fields())) == 64
     with pytest.raises(WireError):
-        staged_call_digest(**fields | {field: value})
+        staged_call_digest(**digest_fields() | {field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("mode", "token", "mode must be 'text' or 'token_in'"),
+        ("token_mask_delta", [1], "mask must be floats"),
+        ("generation_log_probs_delta", [0], "log-probs must be floats"),
+        ("rollout_id", 7, "must be a string, got int"),
+    ],
+)
+def test_a_field_of_another_kind_has_no_digest(field: str, value: Any, says: str) -> None:
+    with pytest.raises(WireError, match=says):
+        staged_call_digest(**digest_fields() | {field: value})

@@ -52,6 +52,12 @@ CHANGES: dict[str, Any] = {
 }
 
 
+def test_a_staged_call_is_equal_to_its_copy_alone() -> None:
+    call, other = staged(), staged().model_copy(update={"weight_version": 4})
+    assert len({call, staged()}) == 1
+    assert call != other and call != "a call"
+
+
 def test_a_staged_call_comes_back_from_its_json_bit_for_bit() -> None:
     call = staged()
     again = StagedCall.model_validate(call.model_dump(mode="json"))

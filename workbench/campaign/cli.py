@@ -61,10 +61,6 @@ class _Workbench(click.Group):
         except (click.Abort, KeyboardInterrupt):
             click.echo("workbench: interrupted", err=True)
             sys.exit(128 + signal.SIGINT)
-        except BrokenPipeError:
-            # The reader of our output (`head`) has what it wanted; nothing may be written at exit either.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(0)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)  # in the order of a day's work, not of the alphabet
@@ -208,9 +204,10 @@ def sweep(recipe: str, overrides: tuple[str, ...]) -> None:
 @click.argument("folder", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a line, for programs.")
 def list_runs(folder: Path | None, as_json: bool) -> None:
-    """List runs: status, step, reward, token_in_rate.
+    """List runs: status, step, reward, token_in, rejected rollouts.
 
-    FOLDER is where they lie; default: reports/. Runs of a sweep are listed too.
+    FOLDER is where they lie; default: reports/. Runs of a sweep are listed too. token_in is the share of the calls
+    after a rollout's first that went on from its exact tokens; --json has more columns.
     """
     from workbench.campaign.listing import list_lines, listing
     from workbench.recipe_schema import Reports
@@ -218,8 +215,8 @@ def list_runs(folder: Path | None, as_json: bool) -> None:
     table = listing(folder or Path(Reports().dir))
     for line in table.iter_rows(named=True) if as_json else ():
         click.echo(orjson.dumps(line))
-    if not as_json:
-        click.echo("\n".join(list_lines(table)))
+    for text in [] if as_json else list_lines(table):
+        _say(text, 2)
 
 
 @main.command(epilog=RUN_HELP)

@@ -64,9 +64,6 @@ class _Memory:
     def stage(self, call: StagedCall) -> None:
         self.calls.append(call)
 
-    async def stage_async(self, call: StagedCall) -> None:
-        self.calls.append(call)
-
 
 def _capture(name: str, given: Any) -> Any:
     version = 0

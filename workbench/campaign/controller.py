@@ -29,8 +29,8 @@ from workbench.campaign.state import CampaignState
 from workbench.campaign.training import TrainPump
 from workbench.config import Recipe
 from workbench.echo.finalizer import EchoFinalizer
-from workbench.errors import SetupError, WorkbenchError, first_cause
-from workbench.runs.writer import RunWriter, store_recipe
+from workbench.errors import WorkbenchError, first_cause
+from workbench.runs.writer import RunWriter, refuse_taken, store_recipe
 from workbench.serving.sampling import SamplingPins
 from workbench.wire import check_rollout_id
 
@@ -63,8 +63,8 @@ async def run_campaign(
     run_dir = Path(run_dir)
     check_rollout_id(f"{run_dir.name}.0.0.0")
     run_dir.mkdir(parents=True, exist_ok=True)
-    if not resume and (run_dir / "steps.jsonl").exists():
-        raise SetupError(f"{run_dir} already holds a run. Next: choose another name (--run NAME), or move it away.")
+    if not resume:
+        refuse_taken(run_dir)
     with RunWriter(run_dir) as writer:
         left = _take_over(run_dir, writer) if resume else NOTHING_YET
         writer.status(status="running", phase="set-up", run=run_dir.name, resumed=left.segments)

@@ -25,10 +25,10 @@ from workbench import dataplane
 from workbench.actors import as_coroutine, within
 from workbench.campaign import derived, ray_cluster
 from workbench.campaign.doctor import refuse_unable
-from workbench.campaign.node_check import LOOK_WITHIN_S, check_nodes
+from workbench.campaign.node_check import check_nodes
 from workbench.campaign.part_settings import trainer_config, worker_config
 from workbench.campaign.placement import FINALIZER, RANK, WORKER, Placement
-from workbench.campaign.policy import PolicyWorkers
+from workbench.campaign.policy import START_S, PolicyWorkers
 from workbench.campaign.proof import SyncProof, proof_ids, prove_weights
 from workbench.campaign.watch import Heartbeat
 from workbench.config import Recipe
@@ -47,8 +47,8 @@ WORKER_CONCURRENCY = 64
 HURRIED_S = 2.0
 # Questions that Ray answers at once from what it knows.
 _ASKED_WITHIN_S = 60.0
-# Its processes start one after the other and import torch first: 15 s alone, and two minutes on a busy machine.
-_DATA_PLANE_STARTS_WITHIN_S = 180.0
+# What starts something ends its own wait a little earlier, with a better reason than ours.
+_REASON_S = 15.0
 # Fetch, publish, clear: together they end before the controller stops waiting, so that the one at fault is named.
 FINALIZER_REQUESTS = 4
 
@@ -87,6 +87,7 @@ class Fleet:
         self.probe: dict[str, Any] = {}
         self._proof_ids: list[list[int]] | None = None
         self._on_phase = on_phase
+        self._start_s = recipe.deadlines.start_s
         self._patience_s = recipe.deadlines.stop_s / 2
         """How long a part may take to stop itself before it is killed."""
         self._stops: list[tuple[str, Callable[[], Awaitable[None]]]] = []
@@ -154,7 +155,9 @@ class Fleet:
 
         self._stops.append(("ray", stop))
         connecting = asyncio.to_thread(lambda: temp_dir.append(ray_cluster.connect(self.recipe)))
-        await within(connecting, 120.0, "Ray", "starting")
+        # Its last try may begin just before its time is over.
+        deadline_s = self._start_s + ray_cluster.ONE_TRY_S + _REASON_S
+        await within(connecting, deadline_s, "Ray", "starting", key=START_S)
 
     async def _take_places(self) -> None:
         """Reserve room for every actor, and on a cluster look whether the nodes that have it can run them."""
@@ -171,8 +174,8 @@ class Fleet:
             describing = asyncio.to_thread(placement.described)
             nodes = await within(describing, _ASKED_WITHIN_S, "the Ray cluster", "naming its nodes")
             self._report("placed", nodes=nodes)
-            looking = asyncio.to_thread(lambda: check_nodes(placement.nodes(), self.run_dir, self.model_path))
-            await within(looking, LOOK_WITHIN_S + 30.0, "the Ray cluster", "being looked at")
+            looking = asyncio.to_thread(check_nodes, placement.nodes(), self.run_dir, self.model_path, self._start_s)
+            await within(looking, self._start_s + _REASON_S, "the Ray cluster", "being looked at", key=START_S)
 
     async def _start_data_plane(self) -> None:
         plane = self.recipe.data_plane
@@ -191,11 +194,12 @@ class Fleet:
                 storage_units=units,
                 send_recv_timeout_s=plane.send_recv_timeout_s,
                 max_attempts=plane.max_attempts,
-                start_timeout_s=_DATA_PLANE_STARTS_WITHIN_S,
+                start_timeout_s=self._start_s,
             ),
-            _DATA_PLANE_STARTS_WITHIN_S + 10.0,
+            self._start_s + _REASON_S,
             "TransferQueue",
             "starting",
+            key=START_S,
         )
         named = asyncio.to_thread(dataplane.actors, units)
         self._data_plane_actors = await within(named, _ASKED_WITHIN_S, "TransferQueue", "naming its actors")
@@ -256,10 +260,11 @@ class Fleet:
         )
 
     async def _run_probe(self) -> None:
-        self.probe = await self.policy.probe()
+        self.probe = await self.policy.probe(self._start_s)
 
     async def _run_echo_probe(self) -> None:
-        self.probe = await within(probe_echo(self.gateway_url, "policy"), 120.0, "the gateway", "the start-up probe")
+        probing = probe_echo(self.gateway_url, "policy")
+        self.probe = await within(probing, self._start_s, "the gateway", "the start-up probe", key=START_S)
 
     async def _start_gateway(self) -> None:
         recipe = self.recipe
@@ -274,11 +279,12 @@ class Fleet:
                     "sampling": recipe.sampling.model_dump(),
                     "capture_enabled": recipe.token_capture.enabled,
                 },
+                start_timeout_s=self._start_s,
             ),
-            # It ends its own wait earlier, with a better reason than ours.
-            90.0,
+            self._start_s + _REASON_S,
             "the gateway",
             "starting",
+            key=START_S,
         )
         self.gateway = gateway
         self.gateway_url = gateway.url

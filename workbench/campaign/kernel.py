@@ -19,12 +19,11 @@ import uuid
 from pathlib import Path
 
 import orjson
-import psutil
 from jupyter_client import BlockingKernelClient
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 
-from workbench.campaign.processes import end_marked, marked
+from workbench.campaign.processes import end_marked
 from workbench.inspect.mode import VARIABLE as DISPLAY
 from workbench.places import MARK
 
@@ -82,10 +81,6 @@ class OwnKernel:
             client.kernel_info()
             time.sleep(0.2)
             client.stop_channels()
-
-    def processes(self) -> list[psutil.Process]:
-        """Everything alive that carries the mark: the kernel, its children, and what they left running."""
-        return marked(self.mark)
 
     def end(self, grace_s: float = 5.0) -> int:
         """End everything that carries the mark: SIGTERM, `grace_s` to comply, SIGKILL. Returns how many there were."""

@@ -11,8 +11,8 @@ import polars as pl
 from workbench.errors import RunStoreError
 from workbench.runs.shelf import overview, run_directories
 
-_HEADER = ("run", "status", "step", "reward", "token_in_rate", "after roots", "rejected", "started")
-_NUMBERS = slice(2, 7)
+_HEADER = ("run", "status", "step", "reward", "token_in", "rejected", "started")
+_NUMBERS = slice(2, 6)
 
 
 def listing(folder: Path) -> pl.DataFrame:
@@ -24,29 +24,38 @@ def listing(folder: Path) -> pl.DataFrame:
 
 
 def list_lines(table: pl.DataFrame) -> list[str]:
-    """A header, a line a run, and under one that did not end well its error."""
+    """A header, a line a run, and under it how often it was gone on with and its error, where there is one.
+
+    The lines of runs whose names have at most 20 letters fit a terminal of 80 columns.
+    """
     rows = [_cells(row) for row in table.iter_rows(named=True)]
     widths = [max(len(row[column]) for row in (_HEADER, *rows)) for column in range(len(_HEADER))]
     lines = [_line(_HEADER, widths)]
     for row, cells in zip(table.iter_rows(named=True), rows, strict=True):
         lines.append(_line(cells, widths))
-        if row["error"]:
-            lines.append(f"  {' '.join(row['error'].split())[:160]}")
+        resumed = f"resumed {row['resumed']} ×" if row["resumed"] else ""
+        error = " ".join((row["error"] or "").split())[:160]
+        if resumed or error:
+            lines.append("  " + "; ".join(filter(None, (resumed, error))))
     return lines
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
-    started = "–" if row["started_at"] is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(row["started_at"]))
     return (
         row["run"],
-        row["status"] + (f", resumed {row['resumed']} ×" if row["resumed"] else ""),
+        row["status"],
         "–" if row["step"] is None else f"{row['step']}/{row['steps'] or '?'}",
         _number(row["reward"], ".3f"),
-        _number(row["token_in_rate"], ".4g"),
         _number(row["token_in_rate_after_roots"], ".4g"),
         _number(row["rejected"], "d"),
-        started,
+        "–" if row["started_at"] is None else _when(row["started_at"]),
     )
+
+
+def _when(at: float) -> str:
+    """As ls(1) has it: the time of day this year, the year before."""
+    when = time.localtime(at)
+    return time.strftime("%b %d %H:%M" if when.tm_year == time.localtime().tm_year else "%b %d  %Y", when)
 
 
 def _line(cells: tuple[str, ...], widths: list[int]) -> str:

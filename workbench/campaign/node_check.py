@@ -18,12 +18,12 @@ from workbench.campaign.environment_record import PACKAGES
 from workbench.campaign.placement import Bundle
 from workbench.errors import SetupError
 
-LOOK_WITHIN_S = 180.0
-"""A node starts a process for it, and on a busy one that takes a minute."""
 
-
-def check_nodes(nodes: Mapping[str, Sequence[Bundle]], run_dir: Path, model_path: Path) -> dict[str, dict[str, Any]]:
-    """Look at each of `nodes` (Ray's node id -> what stands there); returns what each said. Blocks.
+def check_nodes(
+    nodes: Mapping[str, Sequence[Bundle]], run_dir: Path, model_path: Path, timeout_s: float
+) -> dict[str, dict[str, Any]]:
+    """Look at each of `nodes` (Ray's node id -> what stands there); returns what each said. Blocks, for at most
+    `timeout_s` a node: it starts a process for it, and on a busy one that takes a minute.
 
     Raises SetupError with the first thing that is wrong, naming the node, what it lacks and what to do.
     """
@@ -49,7 +49,7 @@ def check_nodes(nodes: Mapping[str, Sequence[Bundle]], run_dir: Path, model_path
         for node, reference in asked.items():
             name = f"node {addresses.get(node, node)} ({', '.join(sorted({b.role for b in nodes[node]}))})"
             try:
-                said[node] = ray.get(reference, timeout=LOOK_WITHIN_S)
+                said[node] = ray.get(reference, timeout=timeout_s)
             except ray.exceptions.RayError as error:
                 why = str(error).strip().splitlines()[-1:] or [type(error).__name__]
                 raise SetupError(

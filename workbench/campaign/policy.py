@@ -14,7 +14,8 @@ from typing import Any
 
 from workbench.actors import within
 
-PROBE_WITHIN_S = 120.0
+START_S = "deadlines.start_s"
+"""The recipe's key for what has no deadline of its own at the start."""
 
 
 class PolicyWorkers:
@@ -36,9 +37,9 @@ class PolicyWorkers:
         """Start every engine; a worker ends its own wait at `timeout_s`, with a better reason than ours."""
         self.urls = await self._all("start", (), timeout_s + 30.0, "starting its engine")
 
-    async def probe(self) -> dict[str, Any]:
+    async def probe(self, timeout_s: float) -> dict[str, Any]:
         """Hold the start-up conversation with every worker; the report of the first, they are all of one model."""
-        return (await self._all("probe", (), PROBE_WITHIN_S, "the start-up probe"))[0]
+        return (await self._all("probe", (), timeout_s, "the start-up probe", key=START_S))[0]
 
     async def load(self, path: str, version: int, timeout_s: float, *, straddle: bool = False) -> dict[str, float]:
         """Have every worker hold its calls and load `path`; returns the longest that any took for each part, and of
@@ -74,9 +75,11 @@ class PolicyWorkers:
         """By name, a call that fails when that worker is dead."""
         return {name: partial(_ask_alive, actor) for name, actor in zip(self.names, self.actors, strict=True)}
 
-    async def _all(self, method: str, arguments: tuple[Any, ...], timeout_s: float, doing: str) -> list[Any]:
+    async def _all(
+        self, method: str, arguments: tuple[Any, ...], timeout_s: float, doing: str, *, key: str = ""
+    ) -> list[Any]:
         asked = [
-            within(getattr(actor, method).remote(*arguments), timeout_s, name, doing)
+            within(getattr(actor, method).remote(*arguments), timeout_s, name, doing, key=key)
             for name, actor in zip(self.names, self.actors, strict=True)
         ]
         return await asyncio.gather(*asked)

@@ -100,7 +100,7 @@ class AgentRunner(ABC):
             reward = self._environment.reward(plan.task, result)
             total = float(reward.total)
             components = {name: float(part) for name, part in reward.components.items()}
-        except Exception as error:
+        except BaseException as error:  # `exit()` too: this thread is the reward's alone
             return 0.0, {}, f"its reward raised {type(error).__name__}: {error}"
         if not all(math.isfinite(value) for value in (total, *components.values())):
             return 0.0, {}, f"its reward is {total}, with the parts {components}; a reward is a finite number"
@@ -181,26 +181,18 @@ class RolloutPlayer(AgentRunner):
 
 
 def _in_own_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """What `work()` returns or raises; the thread ends with the process where it has not ended before."""
+    """What `work()`, which must not raise, returns; the thread ends with the process where it has not ended before."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
-    def settle(value: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return  # nobody waits any more
-        if error is None:
-            future.set_result(value)  # type: ignore[arg-type]
-        else:
-            future.set_exception(error)
+    def settle(value: T) -> None:
+        if not future.done():  # else nobody waits any more
+            future.set_result(value)
 
     def body() -> None:
-        value, error = None, None
-        try:
-            value = work()
-        except BaseException as raised:
-            error = raised
+        value = work()
         with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
-            loop.call_soon_threadsafe(settle, value, error)
+            loop.call_soon_threadsafe(settle, value)
 
     threading.Thread(target=body, name="workbench-reward", daemon=True).start()
     return future

@@ -40,7 +40,7 @@ from workbench.errors import RunStoreError, SetupError
 from workbench.places import shipped
 from workbench.recipe_schema import RUN_NAME, Recipe
 from workbench.runs.gathered import gather
-from workbench.runs.writer import RunWriter, atomic_file, store_recipe
+from workbench.runs.writer import RunWriter, atomic_file, refuse_taken, store_recipe
 
 #: How long a campaign may take to close its actors and its store after an interrupt before it is killed.
 STOP_GRACE_S = 45.0
@@ -147,8 +147,7 @@ def run_notebook(
     `recipe_name` (then with `overrides`) names the one it came from. `parameters` are further ones of the notebook.
     Raises RecipeError (unknown parameter) or SetupError (a run is already there) before anything starts.
     """
-    if (run_dir / "steps.jsonl").exists():
-        raise SetupError(f"{run_dir} already holds a run. Next: choose another name (--run NAME), or move it away.")
+    refuse_taken(run_dir)
     given = {
         "recipe": recipe_name or str((run_dir / "recipe.yaml").resolve()),
         "overrides": list(overrides) if recipe_name else [],
@@ -191,8 +190,7 @@ def new_run_dir(reports: Path | str, name: str, *, named: bool = False) -> Path:
         if not re.fullmatch(RUN_NAME, name):
             allowed = "a name of 1 to 80 letters, digits, _, - and ., no path"
             raise SetupError(f"--run {name}: expected {allowed}; where runs lie is reports.dir")
-        if (reports / name / "steps.jsonl").exists():
-            raise SetupError(f"{reports / name} already holds a run. Next: choose another name, or move it away.")
+        refuse_taken(reports / name)
         if (reports / name).exists() and not (reports / name).is_dir():
             raise SetupError(f"{reports / name} is a file, and a run is a directory. Next: choose another name.")
         return reports / name

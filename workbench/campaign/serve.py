@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from workbench import dataplane, runs
 from workbench.campaign import desk_socket
 from workbench.campaign.call_lines import CallLines, Facts
@@ -32,7 +30,7 @@ from workbench.errors import RunStoreError, WorkbenchError, first_cause
 from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup
 from workbench.places import MARK
 from workbench.runs.vocabulary import load_vocabulary
-from workbench.runs.writer import RunWriter, atomic_file
+from workbench.runs.writer import RunWriter, atomic_file, store_recipe
 
 CHECK_EVERY_S = 2.0
 CHECK_TIMEOUT_S = 30.0
@@ -64,8 +62,7 @@ def serve(recipe: Recipe, run_dir: Path) -> int:
 
 async def _until_stopped(recipe: Recipe, run_dir: Path) -> int:
     with RunWriter(run_dir) as writer:
-        with atomic_file(run_dir / "recipe.yaml") as handle:
-            handle.write(yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True).encode())
+        store_recipe(run_dir, recipe.model_dump(mode="json"))
         writer.status(status="running", phase="set-up", run=run_dir.name, command="serve")
         session = _Session(recipe, run_dir, writer)
         task = asyncio.ensure_future(session.run())
@@ -206,17 +203,19 @@ class _Session:
 
 def greeting(recipe: Recipe, run_dir: Path, url: str, probe: Mapping[str, Any]) -> str:
     """What an agent and its author need to know; `probe` is what the start-up probe found."""
-    blind = "  tools      left out by this model's chat template: it never sees which tools an agent offers"
+    blind = "  tools      left out by the chat template: the model sees no tool of an agent"
     return "\n".join(
         [
-            f"Serving {recipe.model.path} at {url}, run {run_dir}",
+            f'Serving {recipe.model.path} as model="policy", run {run_dir}',
             f"  base URL   {url}/ng-rollout/<rollout>/v1",
-            "             <rollout>: a new name for each conversation, of letters, digits and . _ -",
-            f'  openai     OpenAI(base_url="{url}/ng-rollout/my-1/v1", api_key="unused"), model="policy"',
-            f'  anthropic  Anthropic(base_url="{url}/ng-rollout/my-1", api_key="unused"), model="policy"',
+            "             <rollout>: a new name a conversation, of letters, digits and . _ -",
+            "  client     of a conversation called my-1, one of",
+            f'  OpenAI(base_url="{url}/ng-rollout/my-1/v1", api_key="unused")',
+            f'  Anthropic(base_url="{url}/ng-rollout/my-1", api_key="unused")',
             f"  receipt    workbench receipt {run_dir} my-1 --reward 1",
             *([blind] if probe.get("renders_tools") is False else []),
-            "Ctrl-C ends it. One line a call: rollout, call, mode, parent, prompt tokens added + sampled, end.",
+            "Ctrl-C ends it. A line a call:",
+            "rollout, call, mode, parent, prompt tokens added + sampled, end.",
         ]
     )
 

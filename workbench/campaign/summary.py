@@ -17,6 +17,7 @@ import polars as pl
 from workbench import runs
 from workbench.campaign.learned import reward_rise
 from workbench.campaign.notebook_file import Outcome
+from workbench.finalizer.parts import is_whole
 
 _SHOWN_REJECTIONS = 12
 
@@ -114,6 +115,9 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
     """
     run = runs.open(run_dir)
     steps, rollouts, campaign = run.steps, run.rollouts, run.campaign.row(0, named=True)
+    # What `workbench verify` counts, and what a resumed run goes on with: a group that has all of its parts.
+    finished = [group for group in rollouts["group_id"].unique().to_list() if is_whole(run_dir, group)]
+    rollouts = rollouts.filter(pl.col("group_id").is_in(finished))
     calls = run.calls.join(rollouts, on="rollout_id", how="semi")
     scored = run.logprobs().drop_nulls("delta")
     delta_T = scored["delta"].to_numpy()
@@ -129,7 +133,7 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
         html=str(notebook.with_suffix(".html")),
         steps=steps.height,
         weight_version=campaign["weight_version"],
-        groups=run.groups.height,
+        groups=len(finished),
         rows_per_group=rollouts.group_by("group_id").len().sort("group_id")["len"].to_list(),
         rollouts=rollouts.height,
         valid_rollouts=int((rollouts["sample_mask"] == 1).sum()),

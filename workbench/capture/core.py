@@ -32,15 +32,13 @@ REMEMBERED_CALLS = 65_536
 
 @runtime_checkable
 class StagingSink(Protocol):
-    """Where deltas become durable. Both forms return only when the row would survive this process; they raise else.
+    """Where deltas become durable. `stage` returns only when the row would survive this process; it raises else.
 
-    What they return is ignored, except False and an object whose `ok` is False: those are refusals. A sink may leave
-    out `stage_async`; `stage` is then called in a thread.
+    What it returns is ignored, except False and an object whose `ok` is False: those are refusals. A sink may have
+    `async stage_async(call)` besides, for callers with an event loop; without it, `stage` is called in a thread.
     """
 
     def stage(self, call: StagedCall) -> Any: ...
-
-    async def stage_async(self, call: StagedCall) -> Any: ...
 
 
 @runtime_checkable

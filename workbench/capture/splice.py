@@ -108,8 +108,6 @@ class TurnBoundary:
         Behind a control token, which is cut off again: tokenizers in SentencePiece's manner put a space before text
         that begins a string, and a tail begins none.
         """
-        if not text:
-            return []
         if self._anchor is not None:
             first, *ids = self._tokenizer(self._added[self._anchor] + text, add_special_tokens=False)["input_ids"]
             if first == self._anchor:

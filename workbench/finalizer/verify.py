@@ -216,8 +216,7 @@ def _linearize(receipt: RolloutReceipt, chain: list[Link], joined: Joined) -> Li
         carry = carry_of(link)
         version_spans.append((call_id, link.start, link.start + record.delta_len, record.weight_version))
         link_spans.append((call_id, carry, record.delta_len - carry))
-    if not any(generated for _, _, generated in link_spans):
-        reject(Cause.EMPTY_TRAINING_ROW, receipt.terminal_model_call_id, "the chain holds no sampled token")
+    # Never an empty training row: each of its calls has sampled something, or was refused as an empty generation.
     terminal = chain[-1].record
     came = hash_encoded_ids(joined.ids)
     if came != terminal.cumulative_hash:

@@ -93,9 +93,10 @@ class ControlClient:
         if answer.status_code == 200:
             return orjson.loads(answer.content)
         try:
-            said = orjson.loads(answer.content)["error"]
-        except (orjson.JSONDecodeError, KeyError, TypeError):
-            said = {"message": answer.text[:300], "code": None}
-        if said.get("code") == "ledger_corrupt":
-            raise LedgerCorrupt(said["message"])
-        raise GatewayError(f"The gateway answered {answer.status_code} ({said['message']}): {what}.")
+            told = orjson.loads(answer.content)["error"]
+            message, code = told["message"], told.get("code")
+        except (orjson.JSONDecodeError, KeyError, TypeError):  # something else answers there
+            message, code = answer.text[:300], None
+        if code == "ledger_corrupt":
+            raise LedgerCorrupt(message)
+        raise GatewayError(f"The gateway answered {answer.status_code} ({message}): {what}.")

@@ -49,7 +49,8 @@ def equal_stretches(one: np.ndarray, other: np.ndarray) -> list[Stretch]:
     stretches += _small(one, other, at_one, end_one, at_other, end_other)
     if suffix:
         stretches.append((end_one, end_other, suffix))
-    return _joined(stretches)
+    # Each is as long as it can be on both sides, so no two of them adjoin.
+    return stretches
 
 
 def _anchored(one: np.ndarray, other: np.ndarray) -> list[Stretch]:
@@ -131,13 +132,3 @@ def _small(one: np.ndarray, other: np.ndarray, a: int, a_end: int, b: int, b_end
         return []
     matcher = SequenceMatcher(None, one[a:a_end].tolist(), other[b:b_end].tolist(), autojunk=False)
     return [(a + m.a, b + m.b, m.size) for m in matcher.get_matching_blocks() if m.size >= _SHORTEST]
-
-
-def _joined(stretches: list[Stretch]) -> list[Stretch]:
-    joined: list[Stretch] = []
-    for one, other, length in stretches:
-        if joined and joined[-1][0] + joined[-1][2] == one and joined[-1][1] + joined[-1][2] == other:
-            joined[-1] = (joined[-1][0], joined[-1][1], joined[-1][2] + length)
-        else:
-            joined.append((one, other, length))
-    return joined

@@ -36,7 +36,7 @@ def board_frame(run: Any, now: float) -> dict[str, Any]:
         "steps": status.get("steps"),
         "error": campaign["error"] or _last_error(events),
         "damage": run.damage,
-        "tiles": _tiles(campaign, last, flying, groups),
+        "tiles": _tiles(campaign, last, flying),
         "flying": flying[:_SHOWN_GROUPS],
         "in_flight": len(flying),
         "causes": _causes(groups),
@@ -44,9 +44,7 @@ def board_frame(run: Any, now: float) -> dict[str, Any]:
     }
 
 
-def _tiles(
-    campaign: dict[str, Any], last: dict[str, Any], flying: list[dict[str, Any]], groups: pl.DataFrame
-) -> list[dict[str, Any]]:
+def _tiles(campaign: dict[str, Any], last: dict[str, Any], flying: list[dict[str, Any]]) -> list[dict[str, Any]]:
     running = campaign["state"] == "running"
     idle = "nothing is in flight" if running else f"the run is {campaign['state']}"
     oldest = flying[0] if flying else None
@@ -62,7 +60,7 @@ def _tiles(
         _tile("reward, last step", _number(last.get("reward_mean"), ".3f"), NO_STEP),
         _tile("staleness (versions), last step", _number(last.get("staleness_max"), ",d"), NO_STEP),
         _tile("rollouts valid", f"{campaign['valid_rollouts']:,} of {campaign['rollouts']:,}", ""),
-        _tile("groups finalised", f"{groups.height:,}", ""),
+        _tile("groups finalised", f"{campaign['groups']:,}", ""),
         _tile("weight version", _number(campaign["weight_version"], ",d"), NO_STEP),
     ]
 

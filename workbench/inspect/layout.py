@@ -50,8 +50,6 @@ def place_calls(
     stack: list[tuple[int, int | None, int, int]] = [(i, None, -1, 0) for i in reversed(chain_first(roots))]
     while stack:
         node, parent, inherited, column = stack.pop()
-        if seen[node]:
-            continue
         seen[node] = True
         if inherited < 0:
             row, next_row = next_row, next_row + 1

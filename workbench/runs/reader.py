@@ -127,7 +127,7 @@ class Run:
             "environment": (recipe.get("environment") or {}).get("name"),
             "capture_enabled": (recipe.get("token_capture") or {}).get("enabled"),
             "steps": steps.height,
-            "groups": self.groups.height,
+            "groups": rollouts["group_id"].n_unique(),
             "rollouts": rollouts.height,
             "valid_rollouts": int((rollouts["sample_mask"] == 1).sum()),
             "weight_version": steps["weight_version"].max(),
@@ -141,7 +141,8 @@ class Run:
 
     @property
     def groups(self) -> pl.DataFrame:
-        """One row a finalised group, in the order they were finalised."""
+        """One row a finalised group, in the order they were finalised. Where a run was stopped, those whose rows were
+        stored and whose numbers had not come to the campaign yet are in `rollouts` alone."""
         return self._frame("groups", [self.path / "groups.jsonl"], self._build_groups)
 
     @property

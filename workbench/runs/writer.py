@@ -25,7 +25,7 @@ from typing import IO, Any
 
 import orjson
 
-from workbench.errors import RunStoreError
+from workbench.errors import RunStoreError, SetupError
 from workbench.runs import schema
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
@@ -97,6 +97,12 @@ def write_lines(path: Path, rows: Sequence[Any]) -> None:
     """Write a JSONL part whole, atomically, fsynced."""
     with atomic_file(path) as handle:
         handle.writelines(dumps(row) + b"\n" for row in rows)
+
+
+def refuse_taken(run_dir: Path) -> None:
+    """Raise SetupError where `run_dir` holds a run that a new one would write into."""
+    if (run_dir / "steps.jsonl").exists():
+        raise SetupError(f"{run_dir} already holds a run. Next: choose another name (--run NAME), or move it away.")
 
 
 def store_recipe(run_dir: Path, values: Mapping[str, Any]) -> None:

@@ -186,8 +186,9 @@ SAMPLING_FIELDS = (
 
 
 async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    while True:
+        if (await request.receive())["type"] == "http.disconnect":
+            return
 
 
 def message_of(text: str, tools: bool) -> tuple[dict[str, Any], bool]:

@@ -26,7 +26,7 @@ from workbench.campaign.environments.base import (
 from workbench.campaign.environments.file_fix.sandbox import Limits, TestRun, run_tests, weaknesses
 from workbench.campaign.environments.file_fix.tasks import bugs, choose
 from workbench.campaign.environments.file_fix.workspace import TOOLS, Workspace
-from workbench.errors import RecipeError
+from workbench.errors import DeadlineExceeded, RecipeError
 
 SYSTEM = "You mend Python files. Use the tools; change as little as you can. Stop when all tests pass."
 NO_CALL = "Call a tool: read_file, replace or run_tests."
@@ -59,7 +59,10 @@ class FileFix:
 
     def lacking(self) -> str:
         """Why this machine must not run it; empty where it may."""
-        weak = [] if self.allow_weak_sandbox else weaknesses()
+        try:
+            weak = [] if self.allow_weak_sandbox else weaknesses()
+        except DeadlineExceeded as error:
+            return str(error)
         return f"the sandbox cannot stop {', '.join(weak)} here" if weak else ""
 
     def task(self, seed: int) -> Task:

@@ -27,7 +27,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from workbench.errors import DeadlineExceeded
+
 JAIL = Path(__file__).with_name("jail.py")
+PROBE_TIMEOUT_S = 30.0
 MAX_OUTPUT = 16_384
 MAX_REPORT = 65_536
 SHOWN = 700
@@ -84,10 +87,15 @@ def run_tests(file: str, source: str, test_file: str, tests: str, limits: Limits
 
 @functools.cache
 def weaknesses() -> list[str]:
-    """What the kernel of this machine cannot stop: `other processes and the network`, `other files`."""
-    probe = subprocess.run(
-        [sys.executable, "-I", "-S", str(JAIL), "--probe"], capture_output=True, text=True, timeout=30, check=False
-    )
+    """What this machine's kernel cannot stop: `other processes and the network`, `reading and writing other files`.
+
+    Raises DeadlineExceeded where it did not come out in time, which the next call tries again.
+    """
+    command = [sys.executable, "-I", "-S", str(JAIL), "--probe"]
+    try:
+        probe = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise DeadlineExceeded(f"the sandbox's probe did not end within {PROBE_TIMEOUT_S:g} s") from None
     held = probe.stdout.split()
     wanted = {"seccomp": "other processes and the network", "landlock": "reading and writing other files"}
     return [what for name, what in wanted.items() if name not in held]

@@ -1,0 +1,25 @@
+"""Waiting for actors: a deadline names the part, what it was doing, and the recipe's key where one gives it more."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from workbench.actors import within
+from workbench.errors import DeadlineExceeded, SetupError
+
+
+async def test_a_missed_deadline_names_the_part_and_the_key_that_gives_it_more() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"Ray did not finish starting within 0\.01 s\. Next: raise deadlines\."):
+        await within(asyncio.Event().wait(), 0.01, "Ray", "starting", key="deadlines.start_s")
+    with pytest.raises(DeadlineExceeded, match=r"within 0\.01 s\. Next: workbench doctor"):
+        await within(asyncio.Event().wait(), 0.01, "the trainer", "loading the model")
+
+
+async def test_a_deliberate_error_comes_out_as_itself() -> None:
+    async def refuses() -> None:
+        raise SetupError("no such model")
+
+    with pytest.raises(SetupError, match="no such model"):
+        await within(refuses(), 5.0, "the trainer", "loading the model")
