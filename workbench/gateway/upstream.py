@@ -56,7 +56,7 @@ _HEADER_BYTES = 2**16
 
 
 class Upstream:
-    """HTTP client of the workers. One a process; `close` it. A worker that fails to answer is an aiohttp.ClientError."""
+    """HTTP client of the workers, one a process; `close` it. aiohttp.ClientError says that a worker did not answer."""
 
     def __init__(self, urls: str | Sequence[str], token: str | None, *, connect_timeout_s: float = 5.0) -> None:
         self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
