@@ -3,8 +3,8 @@
 SmolLM2-135M in a policy worker, Ray and TransferQueue beside it. Captured: through the gateway, each call resolved,
 admitted, captured, staged and recorded. Not captured: the same requests straight to that worker, untagged. Log-probs:
 these once more, with the log-probs that training needs, so that what the engine takes for them can be told apart.
-In turn, on one engine, so that all see the same machine. 32 agents make three calls each, one after another, of lengths
-that differ, as agents do: calls that all end in one step would be staged while the engine has nothing to do.
+In turn, on one engine, so that all see the same machine. 32 agents have a conversation of three calls each, of lengths
+that differ: calls that all end in one step would be staged while the engine has nothing to do.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ async def batch(client: httpx.AsyncClient, fleet: Fleet, round_: int, kind: str)
 
     async def agent(number: int) -> int:
         tokens = 0
+        messages: list[dict[str, Any]] = []
         for turn, length in enumerate(lengths[number]):
-            task = f"{kind} {round_}, story {number}, chapter {turn}: tell me a long story about the sea."
-            asked: dict[str, Any] = {
-                "model": "policy",
-                "max_tokens": int(length),
-                "temperature": 1.0,
-                "messages": [{"role": "user", "content": task}],
-            }
+            told = "Tell me a long story about the sea." if turn == 0 else "Go on, and tell me more."
+            messages.append({"role": "user", "content": f"{kind} {round_}, story {number}: {told}"})
+            asked: dict[str, Any] = {"model": "policy", "max_tokens": int(length), "temperature": 1.0}
+            asked["messages"] = messages
             if kind == "captured":
-                rollout = f"{fleet.gateway_url}/ng-rollout/bench.{round_}.{number}.{turn}"
+                rollout = f"{fleet.gateway_url}/ng-rollout/bench.{round_}.{number}"
                 answer = await client.post(f"{rollout}/v1/chat/completions", json=asked)
             else:
                 asked |= {"logprobs": True, "top_logprobs": 0} if kind == KINDS[2] else {}
                 headers = {"authorization": f"Bearer {os.environ[WORKER_TOKEN]}"}
                 answer = await client.post(f"{fleet.policy.urls[0]}/v1/chat/completions", json=asked, headers=headers)
             answer.raise_for_status()
-            tokens += int(answer.json()["usage"]["completion_tokens"])
+            served = answer.json()
+            messages.append({"role": "assistant", "content": served["choices"][0]["message"]["content"]})
+            tokens += int(served["usage"]["completion_tokens"])
         return tokens
 
     began = time.perf_counter()

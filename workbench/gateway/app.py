@@ -243,10 +243,10 @@ class Gateway:
     ) -> Response:
         answer = await self.upstream.send(method, path, body, rollout_id=rollout_id, query=query)
         return StreamingResponse(
-            answer.aiter_raw(),
-            answer.status_code,
+            answer.content.iter_any(),
+            answer.status,
             media_type=answer.headers.get("content-type"),
-            background=BackgroundTask(answer.aclose),
+            background=BackgroundTask(answer.close),
         )
 
     async def _health(self, request: Request) -> Response:

@@ -16,7 +16,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-import httpx
+import aiohttp
 import orjson
 
 from workbench.errors import LedgerError
@@ -100,15 +100,15 @@ class Exchange:
         try:
             async with asyncio.timeout(self.timeout_s):
                 await self._forward()
-        except TimeoutError:
-            raise await self._broken(
-                Refused(504, f"The policy worker did not finish within {self.timeout_s:g} s.", "worker_timeout")
-            ) from None
-        except httpx.HTTPError as error:
+        except aiohttp.ClientError as error:  # first: some of them are a TimeoutError or an OSError as well
             what = f"{type(error).__name__}: {error}".rstrip(": ")
             raise await self._broken(
                 Refused(502, f"The policy worker did not answer ({what}).", "worker_unreachable")
             ) from error
+        except TimeoutError:
+            raise await self._broken(
+                Refused(504, f"The policy worker did not finish within {self.timeout_s:g} s.", "worker_timeout")
+            ) from None
         except Refused:
             raise
         except (LedgerError, OSError):
@@ -132,17 +132,17 @@ class Exchange:
             admission=self.call.admitted.admission,
         )
         try:
-            if answer.status_code != 200:
-                raise await self._broken(from_worker(answer.status_code, await answer.aread()))
+            if answer.status != 200:
+                raise await self._broken(from_worker(answer.status, await answer.read()))
             if self.streamed and answer.headers.get("content-type", "").startswith(SSE):
                 await self._relay_stream(answer)
             else:
                 await self._relay_whole(answer)
         finally:
-            await answer.aclose()
+            answer.close()
 
-    async def _relay_whole(self, answer: httpx.Response) -> None:
-        body = await answer.aread()
+    async def _relay_whole(self, answer: aiohttp.ClientResponse) -> None:
+        body = await answer.read()
         try:
             served = orjson.loads(body)
         except orjson.JSONDecodeError as error:
@@ -155,11 +155,11 @@ class Exchange:
         )
         self._head.set_result(Head(200, JSON, body))
 
-    async def _relay_stream(self, answer: httpx.Response) -> None:
+    async def _relay_stream(self, answer: aiohttp.ClientResponse) -> None:
         dialect, assembler = self.call.dialect, self.call.dialect.assembler()
         held: list[Frame] = []
         came: list[bytes] = []
-        async for frame in frames(answer.aiter_raw()):
+        async for frame in frames(answer.content.iter_any()):
             if dialect.is_error(frame):
                 error = from_worker(500, orjson.dumps(frame.event))
                 raise await self._broken(Refused(502, error.message, "worker_error"))

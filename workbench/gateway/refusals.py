@@ -9,7 +9,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
+import aiohttp
 import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -61,12 +61,12 @@ def refusal_of(error: Exception) -> Refused:
         case RecursionError() | orjson.JSONEncodeError():
             # Anything that JSON can say was read from a request; written again can only be what is not too deep.
             return Refused(400, "The request body is nested too deeply.", "nested_too_deeply")
+        case aiohttp.ClientError():  # before OSError, which some of them are as well
+            return Refused(502, f"The policy worker did not answer ({type(error).__name__}).", "worker_unreachable")
         case LedgerCorrupt():
             return Refused(500, str(error), "ledger_corrupt")
         case LedgerError() | OSError():
             return Refused(500, f"The ledger could not be read or written: {error}", "ledger_error")
-        case httpx.HTTPError():
-            return Refused(502, f"The policy worker did not answer ({type(error).__name__}).", "worker_unreachable")
         case ClientDisconnect():
             return Refused(499, "The client left before its request was complete.", "client_left")
         case HTTPException():
