@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import aiohttp
 import httpx
 import orjson
 import pytest
@@ -98,7 +99,8 @@ def test_a_streamed_tool_call_that_was_cut_keeps_what_came_of_its_arguments() ->
     [
         (LedgerError("no space left"), 500, "ledger_error"),
         (OSError(28, "No space left on device"), 500, "ledger_error"),
-        (httpx.ReadError("reset"), 502, "worker_unreachable"),
+        (aiohttp.ServerDisconnectedError(), 502, "worker_unreachable"),
+        (aiohttp.ClientOSError(104, "Connection reset by peer"), 502, "worker_unreachable"),
     ],
 )
 def test_a_fault_behind_the_gateway_has_its_code(error: Exception, status: int, code: str) -> None:
