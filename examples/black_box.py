@@ -35,7 +35,8 @@ class BlackBox:
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment,
         )  # fmt: skip
         try:
-            out, err = await asyncio.wait_for(agent.communicate(), self.options["timeout_s"])
+            async with asyncio.timeout(self.options["timeout_s"]):
+                out, err = await agent.communicate()
         finally:
             if agent.returncode is None:
                 agent.kill()

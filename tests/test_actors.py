@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from workbench.actors import within
+from workbench.actors import answer, within
 from workbench.errors import DeadlineExceeded, SetupError
 
 
@@ -23,3 +23,23 @@ async def test_a_deliberate_error_comes_out_as_itself() -> None:
 
     with pytest.raises(SetupError, match="no such model"):
         await within(refuses(), 5.0, "the trainer", "loading the model")
+
+
+async def test_a_watch_that_is_told_to_stop_while_the_answer_comes_stops() -> None:
+    """For each turn of the loop at which it can be told so."""
+
+    async def watch() -> None:
+        while True:
+            asked = loop.create_future()
+            loop.call_soon(asked.set_result, None)
+            await answer(asked, 5.0)
+
+    loop = asyncio.get_running_loop()
+    for turns in range(12):
+        task = asyncio.create_task(watch())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert task.done(), f"told to stop after {turns} turns of the loop, it went on"

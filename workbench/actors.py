@@ -31,7 +31,8 @@ async def answer(awaitable: Awaitable[T], timeout_s: float | None) -> T:
     import ray.exceptions as ray_errors
 
     try:
-        return await asyncio.wait_for(as_coroutine(awaitable), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await awaitable
     except TimeoutError:
         raise ActorLost(f"no answer within {timeout_s:g} s", died=False) from None
     except ray_errors.RayTaskError as error:
@@ -63,8 +64,3 @@ async def within(awaitable: Awaitable[T], timeout_s: float, component: str, doin
             f"{component} did not finish {doing} within {timeout_s:g} s. Next: {longer}workbench doctor, and the last "
             "events of the run (events.jsonl)."
         ) from None
-
-
-async def as_coroutine(awaitable: Awaitable[T]) -> T:
-    """What asyncio's functions take, of anything that can be awaited: Ray's references are neither task nor future."""
-    return await awaitable

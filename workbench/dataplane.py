@@ -294,7 +294,8 @@ def _forget(task: asyncio.Task[None]) -> None:
 
 async def _within(call: Coroutine[Any, Any, T], deadline_s: float, what: str) -> T:
     try:
-        return await asyncio.wait_for(call, deadline_s)
+        async with asyncio.timeout(deadline_s):
+            return await call
     except TimeoutError as error:
         raise DeadlineExceeded(
             f"{what} took longer than {deadline_s:g} s; a data plane whose controller died never answers, "

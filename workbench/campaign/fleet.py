@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench import dataplane
-from workbench.actors import as_coroutine, within
+from workbench.actors import within
 from workbench.campaign import derived, ray_cluster
 from workbench.campaign.doctor import refuse_unable
 from workbench.campaign.node_check import check_nodes
@@ -343,8 +343,8 @@ class Fleet:
             if graceful is not None:
                 # A part that is already dead, or too stuck to stop itself, is killed below all the same.
                 with contextlib.suppress(Exception):
-                    call = as_coroutine(getattr(actor, graceful).remote())
-                    await asyncio.wait_for(call, self._patience_s)
+                    async with asyncio.timeout(self._patience_s):
+                        await getattr(actor, graceful).remote()
             await asyncio.to_thread(ray.kill, actor)
 
         return stop
@@ -355,7 +355,8 @@ class Fleet:
         while self._stops:
             name, stop = self._stops.pop()
             try:
-                await asyncio.wait_for(asyncio.shield(asyncio.ensure_future(stop())), self.recipe.deadlines.stop_s)
+                async with asyncio.timeout(self.recipe.deadlines.stop_s):
+                    await asyncio.shield(asyncio.ensure_future(stop()))
             except TimeoutError:
                 self._on_phase(f"{name} did not stop within deadlines.stop_s={self.recipe.deadlines.stop_s:g}")
             except Exception as error:

@@ -91,7 +91,8 @@ class AgentRunner(ABC):
         # In a thread: a reward is code that we did not write, and all other rollouts wait for this loop. In one of its
         # own: a reward that never comes back would keep one of the few that the loop's other work needs.
         try:
-            return await asyncio.wait_for(_in_own_thread(lambda: self._score(plan, result)), self._timeout_s)
+            async with asyncio.timeout(self._timeout_s):
+                return await _in_own_thread(lambda: self._score(plan, result))
         except TimeoutError:
             return 0.0, {}, f"its reward did not come within rollouts.timeout_s={self._timeout_s:g}"
 

@@ -119,7 +119,8 @@ class CallBoard:
         live = self._live.get(call_id)
         if live is not None:
             try:
-                await asyncio.wait_for(live.settled.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await live.settled.wait()
             except TimeoutError:
                 return None
         return self.known(call_id)

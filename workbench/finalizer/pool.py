@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from workbench.actors import ActorLost, answer, as_coroutine, within
+from workbench.actors import ActorLost, answer, within
 from workbench.errors import ComponentDied, DeadlineExceeded, FinalizerError
 from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup
 
@@ -111,10 +111,7 @@ class FinalizerPool:
         for task in self._replacements:
             task.cancel()
         actors = self.actors
-        await asyncio.gather(
-            *(asyncio.wait_for(as_coroutine(actor.stop.remote()), timeout_s) for actor in actors),
-            return_exceptions=True,
-        )
+        await asyncio.gather(*(answer(actor.stop.remote(), timeout_s) for actor in actors), return_exceptions=True)
         for actor in actors:
             await asyncio.to_thread(ray.kill, actor)
 

@@ -82,7 +82,8 @@ class GenerationGate:
 
     async def _wait_until_idle(self, timeout_s: float) -> None:
         try:
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"{self.running} generations still ran {timeout_s:g} s after a weight update asked for quiet."

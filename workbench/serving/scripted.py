@@ -14,6 +14,7 @@ without a pattern are for rollouts that no pattern fits.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import fnmatch
 import importlib
@@ -278,7 +279,6 @@ def _steps(ids: list[int], logprobs: list[float]) -> list[dict[int, ScriptedLogp
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), timeout_s)
-    except TimeoutError:
-        return
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()

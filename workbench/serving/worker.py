@@ -83,7 +83,8 @@ class PolicyServer:
         if not self._token:
             raise SetupError(f"The worker needs its bearer token in the environment variable {WORKER_TOKEN_ENV}.")
         try:
-            app = await asyncio.wait_for(self._start_engine(), self.config.start_timeout_s)
+            async with asyncio.timeout(self.config.start_timeout_s):
+                app = await self._start_engine()
         except TimeoutError as error:
             _kill_children()
             raise DeadlineExceeded(
@@ -202,8 +203,8 @@ class PolicyServer:
     async def _pause(self) -> None:
         """Freeze running calls between two steps of the engine; should loading fail they stay frozen."""
         try:
-            pause = self.engine.pause_generation(mode="keep", clear_cache=False)
-            await asyncio.wait_for(pause, self.config.load_timeout_s)
+            async with asyncio.timeout(self.config.load_timeout_s):
+                await self.engine.pause_generation(mode="keep", clear_cache=False)
         except TimeoutError as error:
             raise DeadlineExceeded(f"The engine did not pause within {self.config.load_timeout_s:g} s.") from error
 
@@ -220,8 +221,8 @@ class PolicyServer:
 
     async def _load(self, path: str) -> dict[str, float]:
         try:
-            reload = self.engine.collective_rpc("workbench_reload", args=(str(path),))
-            (timings, *_) = await asyncio.wait_for(reload, self.config.load_timeout_s)
+            async with asyncio.timeout(self.config.load_timeout_s):
+                (timings, *_) = await self.engine.collective_rpc("workbench_reload", args=(str(path),))
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"The engine did not load {path} within {self.config.load_timeout_s:g} s; its weights are in doubt."
