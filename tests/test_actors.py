@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from workbench.actors import within
+from workbench.actors import root_cause, within
 from workbench.errors import DeadlineExceeded, SetupError
 
 
@@ -23,3 +23,19 @@ async def test_a_deliberate_error_comes_out_as_itself() -> None:
 
     with pytest.raises(SetupError, match="no such model"):
         await within(refuses(), 5.0, "the trainer", "loading the model")
+
+
+def test_of_a_remote_traceback_the_exception_is_said() -> None:
+    remote = (
+        "RayTaskError: \x1b[36mray::PolicyWorker.start()\x1b[39m (pid=1)\n"
+        '  File "worker.py", line 1, in start\n    raise ValueError\nKeyError: 1\n\n'
+        "During handling of the above exception, another exception occurred:\n\n"
+        '  File "worker.py", line 2, in start\n    return self._start()\n           ^^^^^^\n'
+        "pydantic_core.ValidationError: 1 validation error for ModelConfig\n  Value error, too long"
+    )
+    assert (
+        root_cause(remote)
+        == "pydantic_core.ValidationError: 1 validation error for ModelConfig\n  Value error, too long"
+    )
+    assert root_cause("SetupError: no such model") == "SetupError: no such model"
+    assert root_cause('Odd: nothing is raised\n  File "x", line 1') == 'Odd: nothing is raised\n  File "x", line 1'

@@ -38,6 +38,10 @@ def _say(line: str, indent: int, *, err: bool = False) -> None:
     click.echo(line, err=err)
 
 
+def _takes_overrides(command: click.Command) -> bool:
+    return any(parameter.name == "overrides" for parameter in command.params)
+
+
 class _Workbench(click.Group):
     """The command group, with the one place where errors become a line and an exit code."""
 
@@ -57,6 +61,8 @@ class _Workbench(click.Group):
             sys.exit(1)
         except click.ClickException as error:
             error.show()
+            if isinstance(error, click.NoSuchOption) and error.ctx and _takes_overrides(error.ctx.command):
+                click.echo("A recipe's values are given without dashes, as in train.steps=2.", err=True)
             sys.exit(error.exit_code)
         except (click.Abort, KeyboardInterrupt):
             click.echo("workbench: interrupted", err=True)
