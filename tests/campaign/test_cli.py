@@ -388,3 +388,11 @@ def test_a_copied_run_is_listed_under_the_folder_that_commands_take(tmp_path, ca
     assert ended("ls", str(tmp_path)) == 0
     names = {line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[1:]}
     assert names == {f"{tmp_path.name}/first (demo)", "second (demo)", "kept/first (demo)"}
+
+
+def test_runs_are_listed_from_any_folder_of_a_checkout(tmp_path, capsys, monkeypatch):
+    shutil.copytree(recorded_run(), tmp_path / "reports" / "demo")
+    (tmp_path / "docs").mkdir()
+    monkeypatch.chdir(tmp_path / "docs")
+    assert ended("ls") == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("demo ")
