@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
-from tensordict import TensorDict
+import torch
+from tensordict import NonTensorStack, TensorDict
 
 from workbench import dataplane
 from workbench.errors import DeadlineExceeded, SetupError
@@ -67,3 +69,18 @@ def test_what_was_started_of_one_that_does_not_come_up_is_killed(
 
 def test_a_batch_without_columns_has_no_rows() -> None:
     assert dataplane.split_rows(TensorDict({}, batch_size=[0])) == []
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        torch.nested.as_nested_tensor([torch.tensor([5]), torch.tensor([6, 7])], layout=torch.jagged),
+        torch.nested.as_nested_tensor([torch.tensor([5]), torch.tensor([6, 7])]),
+        NonTensorStack(torch.tensor([5]), torch.tensor([6, 7])),
+    ],
+    ids=["jagged", "strided", "stack"],
+)
+def test_rows_are_the_same_whatever_container_their_column_came_in(column: Any) -> None:
+    rows = dataplane.split_rows(TensorDict({"ids": column}, batch_size=[2]))
+    assert [row["ids"].tolist() for row in rows] == [[5], [6, 7]]
+    assert all(row["ids"].dtype == np.int64 for row in rows)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import shlex
 import sys
@@ -218,12 +219,19 @@ def split_rows(batch: TensorDict) -> list[dict[str, np.ndarray]]:
     names = sorted(map(str, batch.keys()))
     if not names:
         return []
-    columns = {}
-    for name in names:
-        column = batch.get(name)
-        rows = column.unbind() if hasattr(column, "unbind") and hasattr(column, "dtype") else column.tolist()
-        columns[name] = [np.asarray(row) for row in rows]
+    columns = {name: _rows_of(batch.get(name)) for name in names}
     return [{name: columns[name][i] for name in names} for i in range(batch.batch_size[0])]
+
+
+def _rows_of(column: Any) -> list[np.ndarray]:
+    import torch
+
+    if getattr(column, "layout", None) == torch.jagged and column.lengths() is None:
+        # Rows that lie one after the other. `unbind` gives the same views and takes 6 µs for each.
+        values, ends = column.values().numpy(), column.offsets().tolist()
+        return [values[start:end] for start, end in itertools.pairwise(ends)]
+    rows = column.unbind() if isinstance(column, torch.Tensor) else column.tolist()
+    return [np.asarray(row) for row in rows]
 
 
 async def clear(partition: str, keys: Sequence[str], *, deadline_s: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -127,6 +128,7 @@ async def test_a_reward_that_is_none_costs_its_rollout_the_vote_and_not_the_run(
             "the agent's call failed: API",
         ),
         (lambda client: asyncio.to_thread(int, "x"), 60.0, "the agent raised ValueError: invalid literal"),
+        (lambda client: sys.exit(3), 60.0, "the agent raised SystemExit: 3"),
     ],
 )
 async def test_an_agent_that_fails_costs_its_rollout_the_vote_and_not_the_run(

@@ -259,6 +259,23 @@ def test_a_stop_that_reaches_ray_too_before_it_serves_leaves_its_true_status(tmp
         time.sleep(0.1)
 
 
+def test_a_gateway_that_dies_ends_the_server_and_the_run_names_it(tmp_path: Path) -> None:
+    server = Served(tmp_path)
+    try:
+        server.wait_until_it_serves().talk("open.1", turns=1)
+        (gateway,) = [part for part in server.family() if "workbench.gateway" in part.cmdline()]
+        gateway.kill()
+        assert server.process.wait(STOP_TIMEOUT_S) == 1
+    finally:
+        server.stop()
+    status = server.status()
+    assert (status["status"], status["phase"]) == ("failed", "failed")
+    assert status["error"].startswith("ComponentDied: ") and "gateway" in status["error"]
+    said = server.stderr.read_text()
+    assert status["error"].removeprefix("ComponentDied: ") in said and "Traceback" not in said
+    assert server.family() == []
+
+
 def test_the_greeting_says_when_the_model_never_sees_an_agents_tools(tmp_path: Path) -> None:
     recipe = load_recipe("serve_smollm2")
     assert "left out by the chat template" in greeting(recipe, tmp_path, "http://x", {"renders_tools": False})

@@ -111,14 +111,14 @@ class AgentRunner(ABC):
         # Seeded by place, not by process: a replayed campaign plays the same agents whatever finished first.
         rng = random.Random(f"{self._seed}/{plan.group}/{plan.index}/{plan.attempt}")
         try:
-            result = await asyncio.wait_for(
-                self._environment.run(client, self._model, plan.task, rng), timeout=self._timeout_s
-            )
+            # In this task: an `exit()` in one of its own would end the event loop before anybody could catch it.
+            async with asyncio.timeout(self._timeout_s):
+                result = await self._environment.run(client, self._model, plan.task, rng)
         except TimeoutError:
             return None, f"the agent did not finish within rollouts.timeout_s={self._timeout_s:g}"
         except openai.OpenAIError as error:
             return None, f"the agent's call failed: {type(error).__name__}: {error}"
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             # An agent is code that we did not write: whatever it raises makes this rollout data, not a crash.
             return None, f"the agent raised {type(error).__name__}: {error}"
         return result, result.error

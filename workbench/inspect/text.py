@@ -7,6 +7,7 @@ U+FFFD. Invariant: the pieces cover every id exactly once, in order.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -115,7 +116,7 @@ def _decoded(raw: bytes) -> str | None:
 def _may_continue(raw: bytes) -> bool:
     """Whether more bytes could still make this valid: the only fault is an unfinished character at the end."""
     try:
-        raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return error.reason == "unexpected end of data"
+        codecs.getincrementaldecoder("utf-8")().decode(raw)
+    except UnicodeDecodeError:
+        return False
     return True
