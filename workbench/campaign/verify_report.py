@@ -58,8 +58,9 @@ class VerifyReport:
         return not self.groups and self.ok
 
     def differs(self, file: str, rollout_id: str | None, call_id: str | None, what: str) -> None:
-        """Note one difference."""
-        self.differences.append(Difference(file, rollout_id, call_id, " ".join(what.split())))
+        """Note one difference; the advice of an error, which is to verify, is left out."""
+        what = " ".join(what.split()).partition(". Next: workbench verify")[0]
+        self.differences.append(Difference(file, rollout_id, call_id, what))
 
     def __repr__(self) -> str:
         if self.empty:
