@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from workbench.actors import answer, within
+from workbench.actors import answer, root_cause, within
 from workbench.errors import DeadlineExceeded, SetupError
 
 
@@ -25,6 +25,7 @@ async def test_a_deliberate_error_comes_out_as_itself() -> None:
         await within(refuses(), 5.0, "the trainer", "loading the model")
 
 
+@pytest.mark.timeout(30)  # one that goes on keeps the loop from ending too
 async def test_a_watch_that_is_told_to_stop_while_the_answer_comes_stops() -> None:
     """For each turn of the loop at which it can be told so."""
 
@@ -43,3 +44,19 @@ async def test_a_watch_that_is_told_to_stop_while_the_answer_comes_stops() -> No
         for _ in range(20):
             await asyncio.sleep(0)
         assert task.done(), f"told to stop after {turns} turns of the loop, it went on"
+
+
+def test_of_a_remote_traceback_the_exception_is_said() -> None:
+    remote = (
+        "RayTaskError: \x1b[36mray::PolicyWorker.start()\x1b[39m (pid=1)\n"
+        '  File "worker.py", line 1, in start\n    raise ValueError\nKeyError: 1\n\n'
+        "During handling of the above exception, another exception occurred:\n\n"
+        '  File "worker.py", line 2, in start\n    return self._start()\n           ^^^^^^\n'
+        "pydantic_core.ValidationError: 1 validation error for ModelConfig\n  Value error, too long"
+    )
+    assert (
+        root_cause(remote)
+        == "pydantic_core.ValidationError: 1 validation error for ModelConfig\n  Value error, too long"
+    )
+    assert root_cause("SetupError: no such model") == "SetupError: no such model"
+    assert root_cause('Odd: nothing is raised\n  File "x", line 1') == 'Odd: nothing is raised\n  File "x", line 1'

@@ -62,7 +62,7 @@ async def test_a_black_box_whose_output_two_calls_gave_has_no_vote(tmp_path):
     ("name", "says"),
     [
         ("nowhere.py:Rhyme", "no file "),
-        (f"{EXAMPLES / 'rhyme.py'}:Rime", "has no attribute 'Rime'"),
+        (f"{EXAMPLES / 'rhyme.py'}:Rime", "has no 'Rime', did you mean Rhyme"),
         (f"{EXAMPLES / 'rhyme.py'}:WORDS", "is no environment: it lacks name, min_calls, task, run, reward"),
         ("workbench.nowhere:Thing", "No module named 'workbench.nowhere'"),
     ],

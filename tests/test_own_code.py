@@ -25,3 +25,19 @@ def test_a_file_that_says_what_is_wrong_with_the_recipe_is_quoted(tmp_path: Path
     file.write_text("from workbench.errors import RecipeError\nraise RecipeError('set MY_DATA first')\n")
     with pytest.raises(RecipeError, match=r"^set MY_DATA first$"):
         load(f"{file}:Mine", "environment.name")
+
+
+def test_a_class_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("from pathlib import Path\nclass Rhyme: ...\n")
+    with pytest.raises(RecipeError, match=r"mine\.py has no 'Rime', did you mean Rhyme\? It has Rhyme; expected pack"):
+        load(f"{file}:Rime", "environment.name:")
+    empty = tmp_path / "empty.py"
+    empty.write_text("")
+    with pytest.raises(RecipeError, match=r"empty\.py has no 'Mine'\. It has no class; expected"):
+        load(f"{empty}:Mine", "environment.name:")
+
+
+def test_a_file_without_a_class_is_told_what_to_add(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"names a file and no class in it; expected mine\.py:Class"):
+        load("mine.py", "environment.name:")

@@ -71,7 +71,7 @@ def install(extras):
         say("creating .venv with Python %d.%d" % sys.version_info[:2])
         if subprocess.call([sys.executable, "-m", "venv", "--clear", VENV]) != 0:
             stop("python3 -m venv failed; on Debian: apt-get install python3-venv")
-    say("installing packages into .venv (4.5 GB, about 3 minutes; log: .venv/install.log)")
+    say("installing packages into .venv (about 5 GB, about 3 minutes; log: .venv/install.log)")
     command = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
     with open(LOG, "w") as log:
         code = patiently([*command, "-e", ".[%s]" % extras], log)
@@ -82,7 +82,7 @@ def install(extras):
 
 
 def patiently(command, log):
-    """Run `command`, and every half minute say what it last wrote into `log`; returns its exit code."""
+    """Run `command`, and every half minute say how far it is; returns its exit code."""
     began = time.monotonic()
     process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
     while True:
@@ -90,8 +90,25 @@ def patiently(command, log):
             return process.wait(timeout=TELL_EVERY_S)
         except subprocess.TimeoutExpired:
             with open(log.name, errors="replace") as written:
-                said = written.read().strip().split("\n")[-1]
-            say("%3d s  %s" % (time.monotonic() - began, said.strip()[:60]))
+                doing = last_done(written.read())
+            say("%3d s  %.1f GB on disk  %s" % (time.monotonic() - began, size_gb(VENV), doing))
+
+
+def last_done(log):
+    """What pip does now, by the last of its lines that says so; its warnings and side remarks are in the log."""
+    done = [line.strip() for line in log.split("\n") if line.startswith(("Collecting ", "Installing ", "Building "))]
+    words = (done or ["starting pip"])[-1].split()
+    return "installing what was collected" if words[:2] == ["Installing", "collected"] else " ".join(words)[:40]
+
+
+def size_gb(folder):
+    """Bytes in `folder`, in GB: what grows while pip is silent."""
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_size
+    return total / 1e9
 
 
 def drop_broken_companions():

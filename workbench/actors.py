@@ -8,12 +8,15 @@ Not here: starting and stopping actors (campaign.fleet), replacing dead ones (fi
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable
 from typing import TypeVar
 
 from workbench.errors import ComponentDied, DeadlineExceeded, WorkbenchError
 
 T = TypeVar("T")
+_TRACEBACK = '\n  File "'
+_RAISED = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt)\b", re.MULTILINE)
 
 
 class ActorLost(Exception):
@@ -64,3 +67,11 @@ async def within(awaitable: Awaitable[T], timeout_s: float, component: str, doin
             f"{component} did not finish {doing} within {timeout_s:g} s. Next: {longer}workbench doctor, and the last "
             "events of the run (events.jsonl)."
         ) from None
+
+
+def root_cause(error: str) -> str:
+    """What an error's text says in the end: of a remote traceback, as Ray sends it, the exception that it is about."""
+    if _TRACEBACK not in error:
+        return error
+    said = [match.start() for match in _RAISED.finditer(error)]
+    return error[said[-1] :] if said else error

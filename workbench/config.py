@@ -10,7 +10,6 @@ Invariant: what `load_recipe` returns has no `???` and no interpolation left. No
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import re
 import types
@@ -26,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from workbench.errors import RecipeError
-from workbench.nearest import did_you_mean
+from workbench.nearest import did_you_mean, nearest
 from workbench.places import shipped
 from workbench.recipe_schema import MISSING, Recipe
 from workbench.recipe_training import INSTEAD, NOT_OFFERED
@@ -273,8 +272,8 @@ def _all_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
 
 def _nearest(word: str, prefix: str, schema: type[BaseModel]) -> str:
     """`, did you mean …?` for a near miss in this section, or for a key that stands in another one, else `.`"""
-    near = [f"{prefix}{key}" for key in difflib.get_close_matches(word, list(schema.model_fields), n=1)]
-    near = near or [key for key in _all_keys(Recipe) if key.rpartition(".")[2] == word][:1]
+    here = nearest(word, schema.model_fields)
+    near = [f"{prefix}{here}"] if here else [key for key in _all_keys(Recipe) if key.rpartition(".")[2] == word][:1]
     return f", did you mean {near[0]}?" if near else "."
 
 

@@ -82,6 +82,15 @@ def attention_heads_of(folder: Path) -> int:
     return int((config.get("text_config") or config).get("num_attention_heads") or 0)
 
 
+def window_of(folder: Path) -> int:
+    """Positions that the model in `folder` was made for, as its config says; 0 where it does not, or where it scales
+    them (`rope_scaling`), which is the engine's to work out."""
+    config = json.loads((folder / "config.json").read_text())
+    config = config.get("text_config") or config
+    rotary = [config.get("rope_scaling"), config.get("rope_parameters")]
+    return 0 if '"factor"' in json.dumps(rotary) else int(config.get("max_position_embeddings") or 0)
+
+
 def build(name: str) -> Path:
     """Build model `name` unless it is there already; returns its folder.
 

@@ -102,7 +102,14 @@ def test_every_command_has_help_and_a_sentence():
         (("run", "cpu_smoke", "environment.options.trns=3"), "environment.options.trns"),
         (("run", "cpu_smoke", "ray.num_cpus=2"), "at least 3 logical CPUs"),
         (("run", "cpu_smoke", "ray.num_cpus=4"), "ray.num_cpus 4, 6 actors; set ray.num_cpus=6"),
-        (("run", "cpu_smoke", "model.path=no_such_model"), "no 'no_such_model'"),
+        (("run", "cpu_smoke", "model.path=no_such_model"), "model.path: no model at 'no_such_model'; expected a"),
+        (
+            ("run", "cpu_smoke", "model.max_model_len=10000"),
+            "model.max_model_len: 10,000, and the model was made for 8,192 positions; set it to 8192 or less",
+        ),
+        (("run", "CPU_SMOKE"), "No recipe file 'CPU_SMOKE', did you mean cpu_smoke?"),
+        (("run", "cpu_smoke", "environment.name=gues"), "no environment 'gues', did you mean guess_number?"),
+        (("run", "cpu_smoke", "environment.name=mine.py"), "expected mine.py:Class"),
         (("run", "cpu_smoke", "model.tool_call_parser=hermess"), "no 'hermess'; did you mean hermes? the engine has"),
         (("run", "cpu_smoke", "model.reasoning_parser=qwen33"), "no 'qwen33'; did you mean qwen3? the engine has"),
         (("run", "cpu_smoke", "train.advantage.name=grp"), "No advantage estimator 'grp', did you mean grpo?"),
@@ -125,6 +132,13 @@ def test_a_wrong_recipe_is_one_line_on_stderr_and_exit_2(arguments, expected, ca
     assert expected in said.err
     assert said.err.startswith("workbench: ")
     assert said.err.count("\n") == 1
+
+
+def test_a_value_given_as_an_option_is_told_how_values_are_given(capsys):
+    assert ended("run", "cpu_smoke", "--steps", "2") == 2
+    assert capsys.readouterr().err.endswith("A recipe's values are given without dashes, as in train.steps=2.\n")
+    assert ended("ls", "--steps") == 2
+    assert "recipe" not in capsys.readouterr().err
 
 
 def test_a_mistake_is_the_same_line_in_a_process_of_its_own():
@@ -366,3 +380,19 @@ def test_a_machine_that_lacks_something_ends_doctor_with_2(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "examine", lambda recipe, quick: [machine.Finding("memory", "1 GiB", "buy some")])
     assert ended("doctor", "cpu_smoke") == 2
     assert capsys.readouterr().out == "BAD memory                 1 GiB; buy some\n"
+
+
+def test_a_copied_run_is_listed_under_the_folder_that_commands_take(tmp_path, capsys):
+    for place in ("first", "kept/second", "kept/first"):
+        shutil.copytree(recorded_run(), tmp_path / place)
+    assert ended("ls", str(tmp_path)) == 0
+    names = {line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[1:]}
+    assert names == {f"{tmp_path.name}/first (demo)", "second (demo)", "kept/first (demo)"}
+
+
+def test_runs_are_listed_from_any_folder_of_a_checkout(tmp_path, capsys, monkeypatch):
+    shutil.copytree(recorded_run(), tmp_path / "reports" / "demo")
+    (tmp_path / "docs").mkdir()
+    monkeypatch.chdir(tmp_path / "docs")
+    assert ended("ls") == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("demo ")

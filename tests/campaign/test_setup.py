@@ -125,7 +125,19 @@ def test_an_installation_says_now_and_then_what_it_is_at(checkout):
         [sys.executable, "-c", script], cwd=checkout, capture_output=True, text=True, check=True, timeout=60
     )
     *told, code = done.stdout.splitlines()
-    assert told[-1].endswith(" s  Collecting torch") and code == "code 3"
+    assert told[-1].endswith(" s  0.0 GB on disk  Collecting torch") and code == "code 3"
+
+
+def test_what_pip_warns_of_is_not_told_in_place_of_what_it_does(checkout):
+    log = (
+        "Collecting torch\\nWARNING: Location is ignored\\nInstalling collected packages: a, b\\n  Attempting uninstall"
+    )
+    script = f"import sys; sys.path[:0] = ['.', 'tools']; import set_up; print(set_up.last_done('{log}'), '·', end=' ')"
+    script += "; print(set_up.last_done('WARNING: slow'), set_up.size_gb('tools') > 0)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=checkout, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == "installing what was collected · starting pip True\n"
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import pytest
 from stored_run import StoredRun
 
 from workbench import runs
+from workbench.demo import recorded_run
 from workbench.errors import RunStoreError
 from workbench.inspect import CampaignBoard, set_mode
 from workbench.inspect.board_frame import board_frame, clock
@@ -172,3 +173,8 @@ def test_a_ledger_has_a_board_that_says_what_it_cannot_know():
 )
 def test_durations_are_for_people(seconds, words):
     assert clock(seconds) == words
+
+
+def test_a_share_is_drawn_between_nothing_and_all():
+    rewards, *shares = CampaignBoard(runs.open(recorded_run())).draw().axes
+    assert all(ax.get_ylim() == (-0.04, 1.08) for ax in shares) and rewards.get_ylim() != (-0.04, 1.08)

@@ -221,7 +221,9 @@ def test_an_unreadable_part_is_named(tmp_path):
     path = make_run(tmp_path / "cut", steps=1)
     part = path / "rows" / "g00000.parquet"
     part.write_bytes(part.read_bytes()[:200])
-    with pytest.raises(RunStoreError, match=r"rows/g00000.parquet is not a readable part of table rows"):
+    with pytest.raises(
+        RunStoreError, match=r"rows/g00000.parquet is not a readable part of table rows.* Next: workbench verify"
+    ):
         _ = runs.open(path).rollouts
 
 

@@ -181,7 +181,7 @@ def test_a_windowed_sampler_follows_the_recipes_staleness_unless_told_otherwise(
             ("train.sampler.name=no.such:Thing",),
             "cannot be imported (ModuleNotFoundError: No module named 'no')",
         ),
-        ((f"train.sampler.name={__name__}:Nobody",), "cannot be imported"),
+        ((f"train.sampler.name={__name__}:Nobody",), "has no 'Nobody'. It has "),
         ((f"train.sampler.name={__name__}:keys",), "expected a subclass of workbench.train.samplers.Sampler"),
     ],
 )

@@ -38,6 +38,10 @@ def _say(line: str, indent: int, *, err: bool = False) -> None:
     click.echo(line, err=err)
 
 
+def _takes_overrides(command: click.Command) -> bool:
+    return any(parameter.name == "overrides" for parameter in command.params)
+
+
 class _Workbench(click.Group):
     """The command group, with the one place where errors become a line and an exit code."""
 
@@ -57,6 +61,8 @@ class _Workbench(click.Group):
             sys.exit(1)
         except click.ClickException as error:
             error.show()
+            if isinstance(error, click.NoSuchOption) and error.ctx and _takes_overrides(error.ctx.command):
+                click.echo("A recipe's values are given without dashes, as in train.steps=2.", err=True)
             sys.exit(error.exit_code)
         except (click.Abort, KeyboardInterrupt):
             click.echo("workbench: interrupted", err=True)
@@ -206,13 +212,15 @@ def sweep(recipe: str, overrides: tuple[str, ...]) -> None:
 def list_runs(folder: Path | None, as_json: bool) -> None:
     """List runs: status, step, reward, token_in, rejected rollouts.
 
-    FOLDER is where they lie; default: reports/. Runs of a sweep are listed too. token_in is the share of the calls
-    after a rollout's first that went on from its exact tokens; --json has more columns.
+    FOLDER is where they lie; default: reports/, here or in a folder above. Runs of a sweep are listed too. token_in is
+    the share of the calls after a rollout's first that went on from its exact tokens; --json has more columns.
     """
     from workbench.campaign.listing import list_lines, listing
     from workbench.recipe_schema import Reports
+    from workbench.runs.finding import find
+    from workbench.runs.shelf import run_directories
 
-    table = listing(folder or Path(Reports().dir))
+    table = listing(folder or find(Reports().dir, lambda place: bool(run_directories(place))))
     for line in table.iter_rows(named=True) if as_json else ():
         click.echo(orjson.dumps(line))
     for text in [] if as_json else list_lines(table):

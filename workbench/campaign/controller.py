@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from workbench.actors import root_cause
 from workbench.campaign.echo_rollouts import EchoPlayer
 from workbench.campaign.environments import make_environment
 from workbench.campaign.fleet import Fleet
@@ -79,7 +80,7 @@ async def run_campaign(
             raise
         except BaseException as error:
             writer.event("failed", error=type(error).__name__, message=str(error))
-            writer.status(status="failed", phase="failed", error=f"{type(error).__name__}: {error}")
+            writer.status(status="failed", phase="failed", error=root_cause(f"{type(error).__name__}: {error}"))
             raise
         writer.status(status="done", phase="done")
     return result

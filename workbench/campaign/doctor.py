@@ -7,7 +7,6 @@ No engine is started. What would be slow to import here, or could break this pro
 
 from __future__ import annotations
 
-import difflib
 import errno
 import importlib.util
 import os
@@ -25,6 +24,7 @@ from workbench.campaign.environment_record import gpus
 from workbench.campaign.machine import Finding
 from workbench.campaign.placement import bundles
 from workbench.errors import ModelMissing, SetupError
+from workbench.nearest import nearest
 from workbench.recipe_schema import Recipe
 
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
@@ -67,6 +67,7 @@ def before_a_run(recipe: Recipe, *, training: bool = True) -> Iterator[Finding]:
     yield port("engine.port", "127.0.0.1", recipe.engine.port)
     yield reports(recipe)
     yield model(recipe)
+    yield window(recipe)
     if recipe.engine.tensor_parallel > 1:
         yield heads(recipe)
 
@@ -192,8 +193,8 @@ def parsers(recipe: Recipe) -> Iterator[Finding]:
             continue
         names = offered(kind)
         if names is not None and name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
+            near = nearest(name, names)
+            hint = f"did you mean {near}? " if near else ""
             yield Finding(f"model.{kind}", f"no {name!r}", f"{hint}the engine has {', '.join(names)}")
         else:
             yield Finding(f"model.{kind}", name)
@@ -204,7 +205,23 @@ def model(recipe: Recipe) -> Finding:
         return Finding("model", str(models.resolve(recipe.model.path)))
     except ModelMissing as missing:
         # Its first half says again that there is none.
-        return Finding("model", f"no {recipe.model.path!r}", "expected" + str(missing).partition(": expected")[2])
+        return Finding(
+            "model.path", f"no model at {recipe.model.path!r}", "expected" + str(missing).partition(": expected")[2]
+        )
+
+
+def window(recipe: Recipe) -> Finding:
+    """Whether the model has as many positions as the recipe's window; vLLM refuses more, half a minute later."""
+    wanted = recipe.model.max_model_len
+    try:
+        positions = models.window_of(models.resolve(recipe.model.path))
+    except ModelMissing:
+        positions = 0
+    allowed = recipe.engine.kind != "vllm" or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1"
+    if 0 < positions < wanted and not allowed:
+        found = f"{wanted:,}, and the model was made for {positions:,} positions"
+        return Finding("model.max_model_len", found, f"set it to {positions} or less")
+    return Finding("model.max_model_len", f"{wanted:,} of {f'{positions:,}' if positions else 'unknown'} positions")
 
 
 def port(key: str, host: str, number: int) -> Finding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ def list_lines(table: pl.DataFrame) -> list[str]:
 
     The lines of runs whose names have at most 20 letters fit a terminal of 80 columns.
     """
-    rows = [_cells(row) for row in table.iter_rows(named=True)]
+    names = _names(table)
+    rows = [_cells(row, name) for row, name in zip(table.iter_rows(named=True), names, strict=True)]
     widths = [max(len(row[column]) for row in (_HEADER, *rows)) for column in range(len(_HEADER))]
     lines = [_line(_HEADER, widths)]
     for row, cells in zip(table.iter_rows(named=True), rows, strict=True):
@@ -40,9 +42,19 @@ def list_lines(table: pl.DataFrame) -> list[str]:
     return lines
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+def _names(table: pl.DataFrame) -> list[str]:
+    """What each run is called where it lies, which is what other commands take: its folder, with the folder around it
+    where two would read alike, and the name that it was begun under where that is another."""
+    places = [Path(path) for path in table["path"]]
+    alike = Counter(place.name for place in places)
+    names = [f"{place.parent.name}/{place.name}" if alike[place.name] > 1 else place.name for place in places]
+    begun = [run if run != place.name else "" for run, place in zip(table["run"], places, strict=True)]
+    return [f"{name} ({run})" if run else name for name, run in zip(names, begun, strict=True)]
+
+
+def _cells(row: dict[str, Any], name: str) -> tuple[str, ...]:
     return (
-        row["run"],
+        name,
         row["status"],
         "–" if row["step"] is None else f"{row['step']}/{row['steps'] or '?'}",
         _number(row["reward"], ".3f"),

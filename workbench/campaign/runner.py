@@ -30,6 +30,7 @@ from typing import Any
 import orjson
 
 from workbench import errors
+from workbench.actors import root_cause
 from workbench.campaign.environment_record import store_environment
 from workbench.campaign.html_export import export_html
 from workbench.campaign.kernel import KERNEL_NAME, OwnKernel
@@ -101,11 +102,12 @@ def tell(result: NotebookResult) -> int:
     if result.summary is not None:
         print(result.summary.text())
     if result.exit_code:
-        what = " ".join((result.outcome.error or "").split())
+        what = result.outcome.error or ""
         if result.outcome.status == "killed":
             how = f"was {what}"  # … stopped by SIGINT
         else:
-            how = f"failed: {result.outcome.error_name}: {what}"
+            # Of an exception in another process the notebook has the whole traceback; a line has what it was about.
+            how = f"failed: {' '.join(root_cause(f'{result.outcome.error_name}: {what}').split())}"
         run_dir = result.notebook.parent
         begun = (run_dir / "steps.jsonl").exists()
         further = f"; to go on with it: workbench resume {run_dir}" if begun else ""

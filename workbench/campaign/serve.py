@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench import dataplane, runs
+from workbench.actors import root_cause
 from workbench.campaign import desk_socket
 from workbench.campaign.call_lines import CallLines, Facts
 from workbench.campaign.desk import ReceiptDesk
@@ -73,7 +74,7 @@ async def _until_stopped(recipe: Recipe, run_dir: Path) -> int:
             if came and isinstance(error, asyncio.CancelledError):
                 return _stopped(came[0], session, writer)
             writer.event("failed", error=type(error).__name__, message=str(error))
-            writer.status(status="failed", phase="failed", error=f"{type(error).__name__}: {error}")
+            writer.status(status="failed", phase="failed", error=root_cause(f"{type(error).__name__}: {error}"))
             raise
     raise AssertionError("a session ends by a signal or by an error")
 

@@ -58,7 +58,8 @@ class VerifyReport:
         return not self.groups and self.ok
 
     def differs(self, file: str, rollout_id: str | None, call_id: str | None, what: str) -> None:
-        """Note one difference."""
+        """Note one difference; the advice of an error, which is to verify, is left out."""
+        what = " ".join(what.split()).partition(". Next: workbench verify")[0]
         self.differences.append(Difference(file, rollout_id, call_id, what))
 
     def __repr__(self) -> str:
@@ -68,8 +69,9 @@ class VerifyReport:
         # Without capture there is nothing that vouches for a token; only the joining of the turns can be repeated.
         holds = "every digest and row holds" if self.receipts else "every row joins again; no receipts, so no digests"
         verdict = holds if self.ok else f"{len(self.differences):,} DIFFERENCE{many}"
+        found = "Verified" if self.ok else "NOT as recorded:"
         return (
-            f"Verified {self.run} · {count(self.groups, 'group')} · {count(self.rollouts, 'rollout')} "
+            f"{found} {self.run} · {count(self.groups, 'group')} · {count(self.rollouts, 'rollout')} "
             f"({self.rows_valid:,} valid) · {count(self.calls, 'call')} · {count(self.tokens, 'token')} · "
             f"{' · '.join([verdict, *self.not_compared])}"
         )

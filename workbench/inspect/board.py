@@ -71,6 +71,8 @@ class CampaignBoard(LiveView):
                 continue
             values = [np.nan if value is None else value for value in series[name]]
             ax.plot(steps, values, color=colour, marker=marker, ms=4, lw=1.8)
+            if name != "reward_mean":
+                ax.set_ylim(-0.04, 1.08)  # shares: an axis of its own would reach above 1
             ax.set_xlabel("optimiser step")
             step_ticks(ax, steps)
         return figure

@@ -225,4 +225,7 @@ def _read_part(table: str, path: Path, *, expected: pa.Schema, empty: pl.DataFra
     except FileNotFoundError:
         return None
     except (pa.ArrowException, OSError, ValueError, pl.exceptions.PolarsError) as error:
-        raise RunStoreError(f"{path} is not a readable part of table {table}: {error}") from error
+        what = f"{path} is not a readable part of table {table}: {' '.join(str(error).split()).rstrip('.')}"
+        raise RunStoreError(
+            f"{what}. Next: workbench verify {path.parent.parent} names all that is damaged."
+        ) from error

@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from workbench.errors import CaptureError, SetupError
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from workbench.serving.settings import WorkerConfig
 
 ENGINE_SIDE = "workbench.serving.weights.EngineSide"
+_SAID = 400
+"""Characters of an engine's own words that stand in an error."""
 
 
 def serving_arguments(config: WorkerConfig) -> dict[str, Any]:
@@ -122,7 +125,10 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def start_engine(config: WorkerConfig, arguments: Any) -> Any:
-    """Start the engine; blocks until it is ready (tens of seconds). Returns vLLM's `AsyncLLM`."""
+    """Start the engine; blocks until it is ready (tens of seconds). Returns vLLM's `AsyncLLM`.
+
+    Raises SetupError with what the engine says against the settings or the machine, in a sentence.
+    """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -136,8 +142,21 @@ def start_engine(config: WorkerConfig, arguments: Any) -> Any:
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         "VLLM_NO_USAGE_STATS": "1",
     }
-    with _environment(values):
-        return AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(arguments))
+    try:
+        with _environment(values):
+            return AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(arguments))
+    except Exception as error:  # vLLM's, pydantic's or torch's: which of them it is decides nothing here
+        raise SetupError(
+            f"The vLLM engine did not start: {_said(error)} Next: the recipe's model and engine values; all that the "
+            "engine wrote is in its worker's log, /tmp/ray/session_latest/logs/worker-*.err on the worker's node."
+        ) from error
+
+
+def _said(error: Exception) -> str:
+    """The part of an engine's error that a person reads: pydantic's first fault, else its first line."""
+    text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error) or type(error).__name__
+    line = text.strip().partition("\n")[0][:_SAID].removeprefix("Value error, ")
+    return line if line.endswith((".", "!", "?")) else f"{line}."
 
 
 async def build_app(engine_client: Any, arguments: Any) -> Any:
