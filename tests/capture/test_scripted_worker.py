@@ -1,4 +1,7 @@
-"""A whole worker with a scripted engine: what is staged, what is served, and what each fault becomes."""
+"""A whole worker with a scripted engine: what is staged, what is served, and what each fault becomes.
+
+Long because each fault, streamed or not, is played through the same worker: the list of them is what this file is.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -159,15 +159,20 @@ def device(recipe: Recipe, *, training: bool = True) -> Iterator[Finding]:
 def heads(recipe: Recipe) -> Finding:
     """Whether the model's attention heads can be split as the recipe says."""
     parts = recipe.engine.tensor_parallel
-    try:
-        number = models.attention_heads_of(models.resolve(recipe.model.path))
-    except ModelMissing:
-        number = 0
+    number = _said_by_model(recipe, models.attention_heads_of)
     if parts > 1 and number and number % parts:
         divisors = ", ".join(str(part) for part in range(1, number + 1) if number % part == 0)
         found = f"{parts}, and the model has {number} attention heads"
         return Finding("engine.tensor_parallel", found, f"set it to one of {divisors}")
     return Finding("engine.tensor_parallel", f"{parts}, of {number or 'unknown'} attention heads")
+
+
+def _said_by_model(recipe: Recipe, asked: Callable[[Path], int]) -> int:
+    """A number of the model's folder; 0 where there is none, which `model` says."""
+    try:
+        return asked(models.resolve(recipe.model.path))
+    except ModelMissing:
+        return 0
 
 
 def environment(recipe: Recipe) -> Finding:
@@ -213,10 +218,7 @@ def model(recipe: Recipe) -> Finding:
 def window(recipe: Recipe) -> Finding:
     """Whether the model has as many positions as the recipe's window; vLLM refuses more, half a minute later."""
     wanted = recipe.model.max_model_len
-    try:
-        positions = models.window_of(models.resolve(recipe.model.path))
-    except ModelMissing:
-        positions = 0
+    positions = _said_by_model(recipe, models.window_of)
     allowed = recipe.engine.kind != "vllm" or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1"
     if 0 < positions < wanted and not allowed:
         found = f"{wanted:,}, and the model was made for {positions:,} positions"
