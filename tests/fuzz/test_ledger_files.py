@@ -98,6 +98,13 @@ def test_an_odd_column_is_corruption_of_that_rollout(line: int, column: str, val
     )
 
 
+def test_a_row_under_the_id_of_another_call_is_believed_neither_way() -> None:
+    """The last call's row renamed to its parent's id: its response must not elect the parent's shorter row."""
+    assert rows_of(json_lines([{**row, "model_call_id": "c1"} if i == 2 else row for i, row in enumerate(LINES)])) == (
+        "ReceiptRejected"
+    )
+
+
 def test_the_digests_beside_a_ledger_cost_a_diagnosis_at_most() -> None:
     noted = [orjson.loads(line) for line in ITEMS.splitlines()]
     came = [*truth.CALLS["c1"][1], {"role": "assistant", "content": "It pours."}, {"role": "user", "content": "so?"}]

@@ -109,6 +109,16 @@ def test_a_manifest_of_another_rollout_is_no_receipt_of_this_one(store: LedgerSt
     assert (made.capture_poisoned, made.failure_reason) == (True, "identity_mismatch")
 
 
+def test_two_different_rows_of_one_call_are_believed_neither(store: LedgerStore) -> None:
+    """A damaged file: the last call's row carries its parent's id, and the response names that row."""
+    first, last = store.manifest(R).records
+    renamed = last.model_copy(update={"model_call_id": first.model_call_id, "parent_call_id": None})
+    for records, cause in (([first, renamed], "duplicate_call_id"), ([first, last, last], None)):
+        manifest = store.manifest(R).model_copy(update={"records": records})
+        made = assemble_receipt(manifest, rollout_id=R, reward=1.0, response=SCORED)
+        assert (made.capture_poisoned, made.failure_reason) == (cause is not None, cause)
+
+
 def truths() -> list[Any]:
     lines = (FOREIGN / "truth.jsonl").read_bytes().splitlines()
     return [pytest.param(truth, id=truth["rollout_id"]) for truth in map(orjson.loads, lines)]

@@ -74,14 +74,18 @@ def assemble_receipt(
     """Turn a closed rollout's manifest and its reward into a receipt.
 
     `failure_reason` is the harness's own (the agent crashed, the reward could not be computed) and outranks all others.
-    The primary cause of a poisoned receipt is, in this order: that; the first uncaptured call that matters; the failed
-    choice of a terminal.
+    The primary cause of a poisoned receipt is, in this order: that; a manifest of another rollout; two different rows
+    of one call, of which nobody knows which is true (`duplicate_call_id`; a row that is there twice is one); the first
+    uncaptured call that matters; the failed choice of a terminal.
     """
-    records = list({record.model_call_id: record for record in reversed(manifest.records)}.values())[::-1]
+    by_id = {record.model_call_id: record for record in reversed(manifest.records)}
+    records = list(by_id.values())[::-1]
     terminal = choose_terminal(list(manifest.records), response, declared_response_id, on_no_witness)
     reason = failure_reason
     if reason is None and manifest.rollout_id != rollout_id:
         reason = Cause.IDENTITY_MISMATCH.value
+    if reason is None and any(record != by_id[record.model_call_id] for record in manifest.records):
+        reason = Cause.DUPLICATE_CALL_ID.value
     if reason is None:
         reason = _uncaptured(manifest, terminal.call_id)
     if reason is None and terminal.cause is not None:
