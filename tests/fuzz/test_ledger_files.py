@@ -88,7 +88,8 @@ def test_values_of_a_row() -> None:
 
 
 FOUND = [(4, "model_call_id", ["c4"]), (4, "detail", ["HTTP 400"]), (4, "failure_reason", [1]), (0, "context_len", [1])]
-FOUND += [(0, "fingerprint", ["f"]), (0, "staging_chain", 3), (0, "prompt_options", {})]
+FOUND += [(0, "fingerprint", ["f"]), (0, "staging_chain", 3), (0, "prompt_options", {}), (0, "model_call_id", "")]
+FOUND += [(1, "staging_chain", ["", "run.0.0.0/c1"]), (4, "model_call_id", "")]
 
 
 @pytest.mark.parametrize(("line", "column", "value"), FOUND)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
 from pydantic import BaseModel, Field, StrictInt, StrictStr, ValidationError
@@ -75,11 +75,14 @@ def row_digest(row: dict[str, Any]) -> bytes:
     return sha256(orjson.dumps(row, option=orjson.OPT_SORT_KEYS)).digest()
 
 
+_Name = Annotated[StrictStr, Field(min_length=1)]
+
+
 class _Failure(BaseModel):
     """The columns of a failure row; others are let pass."""
 
-    model_call_id: StrictStr = Field(min_length=1)
-    failure_reason: StrictStr = Field(min_length=1)
+    model_call_id: _Name
+    failure_reason: _Name
     detail: StrictStr | None = None
 
 
@@ -89,13 +92,13 @@ class _Findable(BaseModel):
     fingerprint: StrictStr
     context_len: StrictInt = Field(ge=0)
     context_digest: StrictStr
-    staging_chain: tuple[StrictStr, ...] = Field(min_length=1)
+    staging_chain: tuple[_Name, ...] = Field(min_length=1)
     prompt_options: StrictStr | None = None
 
 
 def parse_row(path: Path, number: int, row: Any) -> CustodyRow | FailureRow:
     """One line of a ledger. Raises `LedgerCorrupt`, naming file and line, for what is neither kind of row."""
-    if not isinstance(row, dict) or not isinstance(row.get("model_call_id"), str):
+    if not isinstance(row, dict) or not (isinstance(row.get("model_call_id"), str) and row["model_call_id"]):
         raise LedgerCorrupt(
             f"{path}, line {number}: expected a custody or failure row with a model_call_id, got {str(row)[:60]!r}. "
             "Next: keep the file, drop this rollout."
