@@ -11,8 +11,8 @@ PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 600
 # Two processes on two cores; more only where there are more. What starts an engine stays in one of them (conftest.py).
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-# The fast tests wait for a third of their time: one process more than there are cores, and half as long on fuzz.
-FAST_TESTS = FUZZ_SECONDS=12 $(PY) -m pytest -n $$(expr $$(nproc) + 1) --maxprocesses 5 --dist loadfile \
+# The fast tests wait for a third of their time: one process more than there are cores.
+FAST_TESTS = $(PY) -m pytest -n $$(expr $$(nproc) + 1) --maxprocesses 5 --dist loadfile \
 	--no-loadscope-reorder -m "not ray and not engine and not browser and not kernel"
 SOAK_GROUPS ?= 1000
 QUESTIONS ?=

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import hypothesis
 import pytest
+
+# The same examples on every machine: red is then what the change did. `make fuzz` is for finding new ones.
+hypothesis.settings.register_profile("the_same_everywhere", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("the_same_everywhere")
 
 
 @pytest.fixture(scope="session")
