@@ -40,12 +40,16 @@ def line(text: str, *, muted: bool = False, strong: bool = False) -> str:
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Cell | str]], *, mono: bool = False) -> str:
     """A table with a header; strings become plain cells."""
-    head = "".join(
-        f'<th style="{_CELL};border-bottom:1px solid rgba(128,128,128,.5)">{escape(name)}</th>' for name in header
-    )
+    head = "".join(_head(name) for name in header)
     body = "".join(f"<tr>{''.join(_cell(cell) for cell in row)}</tr>" for row in rows)
     style = f"border-collapse:collapse;font-size:12.5px;line-height:1.45;margin:6px 0;{_FONT if mono else ''}"
     return f'<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _head(name: str) -> str:
+    # A browser breaks a line behind each bar of |Δ|, and no-break spaces do not keep it from that.
+    whole = ";white-space:nowrap" if "|" in name else ""
+    return f'<th style="{_CELL};border-bottom:1px solid rgba(128,128,128,.5){whole}">{escape(name)}</th>'
 
 
 def _cell(cell: Cell | str) -> str:
