@@ -382,6 +382,13 @@ def test_a_machine_that_lacks_something_ends_doctor_with_2(monkeypatch, capsys):
     assert capsys.readouterr().out == "BAD memory                 1 GiB; buy some\n"
 
 
+def test_a_checkout_without_runs_is_told_what_to_do_in_80_columns(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert ended("ls") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("workbench: No runs in reports. Next: workbench run ") and len(line) <= 80
+
+
 def test_a_copied_run_is_listed_under_the_folder_that_commands_take(tmp_path, capsys):
     for place in ("first", "kept/second", "kept/first"):
         shutil.copytree(recorded_run(), tmp_path / place)

@@ -20,7 +20,7 @@ def listing(folder: Path) -> pl.DataFrame:
     """The runs in `folder`, with the columns of `runs.shelf`. Raises RunStoreError where there is none."""
     directories = run_directories(folder) if folder.is_dir() else []
     if not directories:
-        raise RunStoreError(f"No runs in {folder}. Next: workbench run cpu_smoke, or name the folder they lie in.")
+        raise RunStoreError(f"No runs in {folder}. Next: workbench run cpu_smoke, or name a folder.")
     return overview(directories)
 
 
