@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -97,8 +98,12 @@ def patiently(command, log):
 def last_done(log):
     """What pip does now, by the last of its lines that says so; its warnings and side remarks are in the log."""
     done = [line.strip() for line in log.split("\n") if line.startswith(("Collecting ", "Installing ", "Building "))]
-    words = (done or ["starting pip"])[-1].split()
-    return "installing what was collected" if words[:2] == ["Installing", "collected"] else " ".join(words)[:40]
+    words = (done or ["starting pip"])[-1].partition(" (")[0]  # for whom, and in what format, is in the log
+    if words.startswith("Installing collected"):
+        return "installing what was collected"
+    if words.startswith("Collecting"):
+        return " ".join(re.findall(r"[\w.-]+", words)[:2])  # the name alone: which versions would do is in the log
+    return words
 
 
 def size_gb(folder):

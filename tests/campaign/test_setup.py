@@ -140,6 +140,27 @@ def test_what_pip_warns_of_is_not_told_in_place_of_what_it_does(checkout):
     assert done.stdout == "installing what was collected · starting pip True\n"
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("Collecting prompt_toolkit<3.1.0,>=3.0.41 (from ipython>=6.1.0->ipywidgets<9)", "Collecting prompt_toolkit"),
+        ("Collecting uvicorn[standard]>=0.30", "Collecting uvicorn"),
+        ("Collecting wb-extra@ https://example.org/wb-extra.whl", "Collecting wb-extra"),
+        ("Building wheel for token-exact-tools (pyproject.toml): started", "Building wheel for token-exact-tools"),
+        (
+            "Installing build dependencies: finished with status 'done'",
+            "Installing build dependencies: finished with status 'done'",
+        ),
+    ],
+)
+def test_what_pip_is_at_is_told_in_whole_words(checkout, line, told):
+    script = "import sys; sys.path[:0] = ['.', 'tools']; import set_up; print(set_up.last_done(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", script, line], cwd=checkout, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == f"{told}\n"
+
+
 @pytest.fixture
 def ready_checkout(checkout):
     """A checkout whose environment is this process's own, with the stamp of a finished set-up."""
