@@ -40,6 +40,14 @@ def test_a_run_that_replayed_nothing_says_so():
     assert view.draw() is not None
 
 
+def test_a_run_alone_is_called_by_its_name():
+    one = run({"0": 1.0}, 0.1)
+    one.name = "moe-third"
+    view = RouterAgreement(one)
+    assert list(view.runs) == ["moe-third"] and set(view.frame["arm"]) == {"moe-third"}
+    assert ">moe-third<" in view.html()
+
+
 def test_one_step_is_drawn_over_its_layers():
     one = run({"0": 1.0, "2": 0.5}, 0.01)
     one.steps = one.steps.head(1)

@@ -25,7 +25,7 @@ class RouterAgreement(StaticView):
     """`RouterAgreement(run)`, or of several runs by name: `RouterAgreement(replay=run_a, none=run_b)`."""
 
     def __init__(self, run: Any = None, **runs: Any) -> None:
-        self.runs: dict[str, Any] = ({"run": run} if run is not None else {}) | runs
+        self.runs: dict[str, Any] = ({getattr(run, "name", "run"): run} if run is not None else {}) | runs
         rows = [
             {"arm": arm, "step": step["step"], "layer": int(layer), "agreement": share}
             for arm, held in self.runs.items()
