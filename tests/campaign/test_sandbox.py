@@ -17,8 +17,15 @@ from workbench.campaign.environments.file_fix.tasks import BUGS, bugs
 
 LIMITS = Limits(timeout_s=20.0, memory_mib=200)
 TESTS = "import code_under_test as c\n\n\ndef test_it():\n    assert c.f() == 1\n"
-# Kernels that cannot shut a process in run everything else here; what they cannot stop is said by `weaknesses`.
-SHUT_IN = pytest.mark.skipif(bool(weaknesses()), reason=f"this kernel cannot stop {weaknesses()}")
+
+
+CALLS, FILES = "other processes and the network", "reading and writing other files"
+
+
+def stops(what: str) -> pytest.MarkDecorator:
+    """Skips a test where the kernel cannot stop `what`, one of the `weaknesses`; what it stops is tested anywhere."""
+    needs = {CALLS: "seccomp filters (x86-64 or aarch64)", FILES: "Landlock (Linux 5.13 or newer, switched on)"}[what]
+    return pytest.mark.skipif(what in weaknesses(), reason=f"this kernel cannot stop {what}: it lacks {needs}")
 
 
 def run(source: str, limits: Limits = LIMITS):
@@ -27,6 +34,15 @@ def run(source: str, limits: Limits = LIMITS):
 
 def body(*lines: str) -> str:
     return "def f():\n" + "".join(f"    {line}\n" for line in lines)
+
+
+def refused(line: str) -> None:
+    before = children()
+    ended = run(body(*line.split("; "), "return 1"))
+    assert ended.results == {"test_it": False}, ended
+    assert any(word in ended.output for word in ("PermissionError", "not allowed")), ended.output
+    assert children() <= before
+    assert not Path("/tmp/escaped").exists()
 
 
 def children() -> set[int]:
@@ -78,7 +94,7 @@ def test_a_large_file_fails_at_its_limit():
     assert "File too large" in run(body("open('big', 'wb').write(b'x' * (3 << 20))")).output
 
 
-@SHUT_IN
+@stops(CALLS)
 @pytest.mark.parametrize(
     "line",
     [
@@ -90,27 +106,32 @@ def test_a_large_file_fails_at_its_limit():
         "import os, signal; os.kill(os.getppid(), signal.SIGTERM)",
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
         "import os; os.chmod('/', 0o755)",
-        "open('/etc/hostname').read()",
-        "import os; open(f'/proc/{os.getppid()}/environ').read()",
-        "import os; open('../escaped', 'w')",
         "import os; os.symlink('/etc/hostname', 'link'); open('link').read()",
         "import os; os.mkdir('/tmp/escaped')",
-        "import os; os.listdir('/home')",
         "import os; os.mkdir('deeper')",
         "import os; os.link('it_test.py', 'second')",
         "import os; os.truncate('it_test.py', 0)",
     ],
 )
-def test_no_process_no_signal_and_no_other_file(line, tmp_path):
-    before = children()
-    ended = run(body(*line.split("; "), "return 1"))
-    assert ended.results == {"test_it": False}, ended
-    assert any(word in ended.output for word in ("PermissionError", "not allowed")), ended.output
-    assert children() <= before
-    assert not Path("/tmp/escaped").exists()
+def test_no_process_no_signal_and_no_new_name(line):
+    refused(line)
 
 
-@SHUT_IN
+@stops(FILES)
+@pytest.mark.parametrize(
+    "line",
+    [
+        "open('/etc/hostname').read()",
+        "import os; open(f'/proc/{os.getppid()}/environ').read()",
+        "import os; open('../escaped', 'w')",
+        "import os; os.listdir('/home')",
+    ],
+)
+def test_no_other_file(line):
+    refused(line)
+
+
+@stops(CALLS)
 def test_no_network():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -126,7 +147,7 @@ def test_no_token_of_the_campaign_is_in_its_environment(monkeypatch):
     assert "HOME" in ended.output and "s3cret" not in ended.output
 
 
-@SHUT_IN
+@stops(CALLS)
 def test_no_tree_is_made_that_is_too_deep_to_be_deleted(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ended = run(body("import os", "while True:", "    os.mkdir('d')", "    os.chdir('d')"))

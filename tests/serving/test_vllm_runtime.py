@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
 def test_where_calls_have_seeds_a_cpu_engine_computes_prompts_whole(sampling, expected):
     """vLLM 0.32 dies of `CPU Generator does not use offset` where a seeded request's prompt comes in two pieces."""
     if not on_cpu():
-        pytest.skip("GPU generators can be set back")
+        pytest.skip("vLLM runs on a GPU here, whose generators can be set back: prompts may come in pieces")
     config = WorkerConfig(model_path=str(models.build("tiny")), sampling=sampling)
     assert parse_serving_arguments(config).enable_chunked_prefill is expected
     # Whoever knows better says so: further arguments come last.
