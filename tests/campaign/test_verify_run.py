@@ -87,6 +87,30 @@ def test_a_group_and_a_step_that_are_gone_altogether_are_named_from_the_logs(run
     assert named == {"calls/g00001.parquet", "train/step-1.parquet"}
 
 
+def test_a_log_that_a_finished_run_has_lost_is_named_once_and_a_lost_line_by_what_it_was_about(run_dir):
+    for log, noun in (("steps.jsonl", "1 step"), ("groups.jsonl", "2 groups")):
+        whole = (run_dir / log).read_bytes()
+        for lost, says in ((lambda path: path.unlink(), "missing"), (lambda path: path.write_bytes(b""), "holds no ")):
+            lost(run_dir / log)
+            (difference,) = verify_run(run_dir).differences
+            assert difference.file == log and says in difference.what
+            assert difference.what.endswith(f"{noun} of this finished run were trained")
+        (run_dir / log).write_bytes(b"{broken\n" + whole)
+        (difference,) = verify_run(run_dir).differences
+        assert f"{log}, line 1 is not JSON" in difference.what
+        (run_dir / log).write_bytes(whole)
+    first, second = (run_dir / "groups.jsonl").read_bytes().splitlines(keepends=True)
+    (run_dir / "groups.jsonl").write_bytes(second)
+    (difference,) = verify_run(run_dir).differences
+    assert str(difference) == "groups.jsonl: has no line of group g00000, which was trained"
+    # One that was stopped may have come to its parts and not to their lines.
+    (run_dir / "groups.jsonl").write_bytes(first)
+    (run_dir / "steps.jsonl").unlink()
+    with RunWriter(run_dir) as writer:
+        writer.status(status="killed")
+    assert verify_run(run_dir).ok
+
+
 def test_a_group_that_a_kill_left_half_written_is_no_difference_and_said_to_be_unfinished(run_dir):
     """Only where nobody has heard of it: not in a finished run, not where a line or a step names it."""
     for kind in ("calls", "rows"):
@@ -221,6 +245,20 @@ def test_a_changed_receipt_is_found(run_dir):
 def test_a_changed_ledger_row_is_found(run_dir):
     rewrite_json_line(run_dir / "ledger" / "stored.0.0.0.lineage.jsonl", 1, {"staging_digest": "0" * 64})
     only_difference(verify_run(run_dir), "ledger/stored.0.0.0.lineage.jsonl", "stored.0.0.0", "digest is '000")
+
+
+@pytest.mark.parametrize("part", ["calls/g00000.parquet", "rows/g00000.parquet", "train/step-1.parquet"])
+@pytest.mark.parametrize("change", [lambda path: path.write_bytes(path.read_bytes()[:200]), lambda path: path.unlink()])
+def test_a_damaged_or_missing_part_is_one_difference(run_dir, part, change):
+    change(run_dir / part)
+    assert [difference.file for difference in verify_run(run_dir).differences] == [part]
+
+
+def test_each_damaged_part_of_a_group_is_named(run_dir):
+    for part in ("calls/g00000.parquet", "rows/g00000.parquet"):
+        (run_dir / part).write_bytes(b"PAR1")
+    named = [difference.file for difference in verify_run(run_dir).differences]
+    assert named == ["calls/g00000.parquet", "rows/g00000.parquet"]
 
 
 def test_a_missing_and_a_damaged_part_are_named(run_dir):

@@ -32,6 +32,7 @@ from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome
 from workbench.finalizer.parts import call_records, row_records
 from workbench.finalizer.routes import RouteDims, RoutePlan, RouteSettings
 from workbench.finalizer.verdicts import Staged
+from workbench.inspect.html import count
 from workbench.runs.frames import read_lines, read_parts
 from workbench.runs.schema import columns
 from workbench.runs.staged import staged_call
@@ -47,27 +48,45 @@ def verify_run(run_dir: Path | str) -> VerifyReport:
     run = runs.open(run_dir)
     report = VerifyReport(run.name)
     stored = {path.stem for kind in ("calls", "rows") for path in (run.path / kind).glob("*.parquet")}
-    recorded = _recorded(run.path / "groups.jsonl", "group_id", report)
+    groups = _recorded(run.path / "groups.jsonl", "group_id", report)
+    recorded = groups or set()
     done = run.status.get("status") == "done"
     unfinished = set() if done else _unfinished(run.path, stored - recorded)
-    for name in sorted((stored | recorded) - unfinished):
+    verified = (stored | recorded) - unfinished
+    for name in sorted(verified):
         _Group(run.path, name, report).verify()
     if unfinished:
         report.not_compared.append(f"unfinished, so it counts as never sampled: {', '.join(sorted(unfinished))}")
-    _verify_training(run.path, report)
-    for step in sorted(_recorded(run.path / "steps.jsonl", "step", report)):
+    trained = _verify_training(run.path, verified, report)
+    steps = _recorded(run.path / "steps.jsonl", "step", report)
+    for step in sorted(steps or (), key=str):
         if not (run.path / "train" / f"step-{step}.parquet").exists():
             report.differs(f"train/step-{step}.parquet", None, None, "this part is missing")
+    if done:  # one that was stopped may have come to its parts and not to their lines
+        taken = {int(path.stem[5:]) for path in (run.path / "train").glob("step-*.parquet") if path.stem[5:].isdigit()}
+        _verify_lines(run.path / "steps.jsonl", "step", steps, taken, report)
+        _verify_lines(run.path / "groups.jsonl", "group", groups, trained, report)
     return report
 
 
-def _recorded(path: Path, key: str, report: VerifyReport) -> set[Any]:
-    """What a log says is there: a part that is gone altogether is named by nothing else."""
+def _recorded(path: Path, key: str, report: VerifyReport) -> set[Any] | None:
+    """What a log says is there: a part that is gone altogether is named by nothing else. None for a damaged log."""
     try:
         return {row[key] for row in read_lines(path) if isinstance(row.get(key), str | int)}
     except RunStoreError as error:
         report.differs(path.name, None, None, str(error))
-        return set()
+        return None
+
+
+def _verify_lines(path: Path, noun: str, recorded: set[Any] | None, trained: set[Any], report: VerifyReport) -> None:
+    """Every step or group that was trained has its line in the log; where none has, that is one difference."""
+    lacking = sorted(trained - recorded) if recorded is not None else []
+    if lacking and not recorded:
+        what = f"holds no {noun}" if path.exists() else "this file is missing"
+        report.differs(path.name, None, None, f"{what}, {count(len(trained), noun)} of this finished run were trained")
+        return
+    for each in lacking:
+        report.differs(path.name, None, None, f"has no line of {noun} {each}, which was trained")
 
 
 def _unfinished(run_dir: Path, unrecorded: set[str]) -> set[str]:
@@ -89,15 +108,16 @@ class _Group:
         self.report.groups += 1
         parts: dict[str, list[dict[str, Any]]] = {}
         for table in ("calls", "rows"):
-            path = self.run_dir / table / f"{self.name}.parquet"
+            file = f"{table}/{self.name}.parquet"
+            if not (self.run_dir / file).exists():
+                # Where the whole group is gone, that is one difference.
+                self._differs(file, None, None, "this part of the group is missing")
+                break
             try:
-                if not path.exists():
-                    raise RunStoreError("this part of the group is missing")
-                parts[table] = read_parts(table, [path]).to_dicts()
+                parts[table] = read_parts(table, [self.run_dir / file]).to_dicts()
             except RunStoreError as error:
-                self._differs(f"{table}/{self.name}.parquet", None, None, str(error))
-                return
-        outcomes = self._outcomes()
+                self._differs(file, None, None, str(error))
+        outcomes = self._outcomes() if len(parts) == 2 else None
         if outcomes is None:
             return
         staged = self._staged(parts["calls"])
@@ -321,19 +341,20 @@ def _first_difference(name: str, held_T: np.ndarray, found_T: np.ndarray) -> str
     if not unequal[0].size:
         return None
     at = int(unequal[0][0])
-    count = len(set(unequal[0].tolist()))
-    return f"{name} differs at {count} positions, first at {at}: {held_T[at]} stored, {found_T[at]} recomputed"
+    many = len(set(unequal[0].tolist()))
+    return f"{name} differs at {many} positions, first at {at}: {held_T[at]} stored, {found_T[at]} recomputed"
 
 
-def _verify_training(run_dir: Path, report: VerifyReport) -> None:
+def _verify_training(run_dir: Path, verified: set[str], report: VerifyReport) -> set[str]:
     """The trainer's record of a row against the row: same rollout, same length, delta = trainer − sampler; and each row
-    of a group once."""
+    of a group once. A `verified` group without any row is named already. Returns the groups that were trained."""
     rows = {
         row["rollout_id"]: row
         for path in sorted((run_dir / "rows").glob("*.parquet"))
         for row in _readable(path, "rows")
     }
     stored = Counter(row["group_id"] for row in rows.values())
+    groups: set[str] = set()
     for path in sorted((run_dir / "train").glob("*.parquet")):
         file = f"train/{path.name}"
         try:
@@ -341,15 +362,18 @@ def _verify_training(run_dir: Path, report: VerifyReport) -> None:
         except RunStoreError as error:
             report.differs(file, None, None, str(error))
             continue
-        for group_id, count in Counter(record["group_id"] for record in trained).items():
-            if count != stored[group_id]:
-                amount = f"{count} records of group {group_id}, which has {stored[group_id]} rows"
+        groups |= {record["group_id"] for record in trained if record["group_id"]}
+        trained = [each for each in trained if stored[each["group_id"]] or each["group_id"] not in verified]
+        for group_id, many in Counter(record["group_id"] for record in trained).items():
+            if many != stored[group_id]:
+                amount = f"{many} records of group {group_id}, which has {stored[group_id]} rows"
                 report.differs(file, None, None, amount)
         for record in trained:
             row = rows.get(record["rollout_id"])
             what = "there is no such row" if row is None else _training_fault(record, row)
             if what is not None:
                 report.differs(file, record["rollout_id"], None, what)
+    return groups
 
 
 def _training_fault(record: dict[str, Any], row: dict[str, Any]) -> str | None:
