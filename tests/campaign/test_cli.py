@@ -382,6 +382,31 @@ def test_a_machine_that_lacks_something_ends_doctor_with_2(monkeypatch, capsys):
     assert capsys.readouterr().out == "BAD memory                 1 GiB; buy some\n"
 
 
+def test_rollouts_in_healthy_parts_are_inspected_beside_a_damaged_one(tmp_path, capsys):
+    run = make_run(tmp_path / "cut", steps=1)
+    (run / "rows" / "g00000.parquet").write_bytes(b"PAR1")
+    named = f"{run}/rows/g00000.parquet is not a readable part of table rows: "
+    assert ended("inspect", str(run)) == 0
+    sentence, told = capsys.readouterr().out.splitlines()
+    assert "1 damaged part left out (rows/g00000.parquet" in sentence
+    assert told.startswith(f"  left out: {named}") and f"Next: workbench verify {run}" in told
+    assert ended("inspect", str(run), "cut.1.0.0") == 0
+    assert "verified, trained in step 1" in capsys.readouterr().out
+    assert ended("inspect", str(run), "cut.0.0.0") == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"workbench: {named}") and f"Next: workbench verify {run}" in line
+    assert ended("inspect", str(run), "cut.9.0.0") == 1
+
+
+def test_a_rollout_whose_step_cannot_be_read_is_not_said_to_be_untrained(tmp_path, capsys):
+    run = make_run(tmp_path / "cut", steps=1)
+    (run / "train" / "step-1.parquet").write_bytes(b"PAR1")
+    assert ended("inspect", str(run), "cut.0.0.0") == 0
+    said = capsys.readouterr().out
+    assert f"verified, whether a step trained it is not known: {run}/train/step-1.parquet is not a readable" in said
+    assert "on the verified chain\n" in said and "not trained" not in said
+
+
 def test_a_checkout_without_runs_is_told_what_to_do_in_80_columns(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert ended("ls") == 1

@@ -28,14 +28,14 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StoredRu
 def read_parts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the parts of rows that were read."""
     read: list[str] = []
-    original = frames.read_parts
+    original = frames.scan_parts
 
     def counting(table, paths, columns=None):
         paths = list(paths)
         read.extend(path.name for path in paths if table == "rows")
         return original(table, paths, columns)
 
-    monkeypatch.setattr(frames, "read_parts", counting)
+    monkeypatch.setattr(frames, "scan_parts", counting)
     return read
 
 
@@ -89,8 +89,8 @@ def test_a_damaged_part_is_named_and_not_gathered(stored):
     part.write_bytes(part.read_bytes()[:-20])
     gathered.gather(path)
     assert not (path / "gathered" / "rows.parquet").exists()
-    with pytest.raises(RunStoreError, match=r"g00001\.parquet is not a readable part"):
-        _ = runs.open(path).rollouts
+    run = runs.open(path)
+    assert run.rollouts.height == 2 and "rows/g00001.parquet is not a readable part" in repr(run)
 
 
 def test_parts_read_by_several_threads_stand_in_their_order_and_a_broken_one_is_named(stored, monkeypatch):
@@ -99,10 +99,17 @@ def test_parts_read_by_several_threads_stand_in_their_order_and_a_broken_one_is_
     together = runs.open(stored.run_dir)
     assert_frame_equal(together.rollouts, one_by_one.rollouts)
     assert_frame_equal(together.calls, one_by_one.calls)
+    whole = (stored.run_dir / "rows" / "g00001.parquet").read_bytes()
     (stored.run_dir / "rows" / "g00001.parquet").write_bytes(b"PAR1 no more PAR1")
+    run = runs.open(stored.run_dir)
+    assert run.rollouts["group_id"].unique().to_list() == ["g00000"]
     with pytest.raises(RunStoreError, match=r"g00001\.parquet is not a readable part of table rows"):
-        _ = runs.open(stored.run_dir).rollouts
+        frames.read_parts("rows", sorted((stored.run_dir / "rows").iterdir()))
+    # Once it is there again, a run that stayed open has it.
+    (stored.run_dir / "rows" / "g00001.parquet").write_bytes(whole)
+    assert_frame_equal(run.rollouts, one_by_one.rollouts)
+    assert run.damage == []
 
 
 def test_a_part_that_goes_while_it_is_looked_at_is_no_part(tmp_path: Path) -> None:
-    assert gathered._signature(tmp_path / "gone.parquet") is None
+    assert frames.signature(tmp_path / "gone.parquet") is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -217,14 +218,66 @@ def test_a_row_is_called_trained_only_where_a_step_had_it_in_its_loss(tmp_path):
     assert runs.open(path).rollouts["trained_step"].null_count() == len(of)
 
 
-def test_an_unreadable_part_is_named(tmp_path):
-    path = make_run(tmp_path / "cut", steps=1)
-    part = path / "rows" / "g00000.parquet"
+@pytest.mark.parametrize("table", ["rows", "calls"])
+def test_a_damaged_part_costs_its_own_rollouts_and_is_named(tmp_path, table):
+    path = make_run(tmp_path / "cut", steps=2)
+    whole = runs.open(shutil.copytree(path, tmp_path / "whole"))
+    part = path / table / "g00000.parquet"
     part.write_bytes(part.read_bytes()[:200])
-    with pytest.raises(
-        RunStoreError, match=r"rows/g00000.parquet is not a readable part of table rows.* Next: workbench verify"
-    ):
-        _ = runs.open(path).rollouts
+    run = runs.open(path)
+    healthy = pl.col("group_id") != "g00000"
+    for frame in ("rollouts", "calls"):
+        assert getattr(run, frame).filter(healthy).equals(getattr(whole, frame).filter(healthy)), frame
+    assert run.tokens("cut.2.0.0").equals(whole.tokens("cut.2.0.0"))
+    logprobs = whole.logprobs()
+    assert run.logprobs().equals(logprobs.filter(healthy) if table == "rows" else logprobs)
+    (told,) = run.damage
+    assert told.startswith(f"{part} is not a readable part of table {table}: ")
+    assert told.endswith(f" Next: workbench verify {path} names all that is damaged.")
+    assert repr(run).endswith(
+        f"1 damaged part left out ({table}/g00000.parquet is not a readable part of table {table})"
+    )
+    read = run.tokens if table == "rows" else run.staged
+    with pytest.raises(RunStoreError, match=rf"{table}/g00000.parquet is not a readable part"):
+        read("cut.0.0.0")
+    with pytest.raises(RunStoreError, match=rf"no rollout 'nobody'; .*{table}/g00000.parquet is not a readable part"):
+        read("nobody")
+
+
+def test_token_arrays_that_do_not_hold_are_named_once_somebody_read_them(tmp_path):
+    path = make_run(tmp_path / "flipped", steps=1)
+    part = path / "rows" / "g00000.parquet"
+    group, broken = pq.read_metadata(part).row_group(0), bytearray(part.read_bytes())
+    column = next(c for c in map(group.column, range(group.num_columns)) if c.path_in_schema.startswith("logprobs"))
+    broken[(column.dictionary_page_offset or column.data_page_offset) + column.total_compressed_size - 2] ^= 1
+    part.write_bytes(broken)
+    run = runs.open(path)
+    assert run.rollouts.height == 8 and run.damage == []
+    assert run.tokens("flipped.1.0.0").height
+    with pytest.raises(RunStoreError, match=r"rows/g00000.parquet is not a readable part"):
+        run.tokens("flipped.0.0.0")
+    assert [told.partition(" ")[0] for told in run.damage] == [str(part)]
+
+
+def test_a_damaged_part_of_the_trainer_costs_what_the_trainer_said_and_no_rollout(tmp_path):
+    path = make_run(tmp_path / "cut", steps=2)
+    (path / "train" / "step-1.parquet").write_bytes(b"PAR1")
+    run = runs.open(path)
+    trained = run.rollouts.filter(pl.col("trained_step").is_not_null())
+    assert set(trained["step"]) == {2} and run.rollouts.height == 16
+    assert run.tokens("cut.0.0.0")["trainer_logprob"].null_count() == run.tokens("cut.0.0.0").height
+    assert list(run.unread("cut.0.0.0")) == ["train"] and run.unread("cut.2.0.0") == {}
+    assert "train/step-1.parquet is not a readable part" in repr(run)
+
+
+def test_a_broken_line_of_other_receipts_keeps_no_receipt_closed(tmp_path):
+    path = make_run(tmp_path / "stored", steps=1)
+    receipts = path / "receipts" / "g00000.jsonl"
+    receipts.write_bytes(b"{broken\n" + b"".join(receipts.read_bytes().splitlines(keepends=True)[1:]))
+    run = runs.open(path)
+    assert run.receipt("stored.0.1.0").manifest and run.receipt("stored.1.0.0").manifest
+    with pytest.raises(RunStoreError, match=r"No receipt of rollout 'stored.0.0.0' in .*g00000.jsonl, line 1 is not"):
+        run.receipt("stored.0.0.0")
 
 
 def test_reading_adds_no_column_that_is_declared_twice():

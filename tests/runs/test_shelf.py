@@ -11,14 +11,23 @@ from workbench.runs.shelf import overview, run_directories
 def test_a_run_that_cannot_be_read_is_a_line_and_keeps_no_other_from_being_listed(tmp_path):
     shutil.copytree(demo.recorded_run(), tmp_path / "good")
     shutil.copytree(demo.recorded_run(), tmp_path / "torn")
-    (tmp_path / "torn" / "steps.jsonl").write_bytes(b"{\n{}\n")
-    for part in (tmp_path / "torn" / "rows").iterdir():
-        part.write_bytes(b"PAR1")
+    (tmp_path / "torn" / "steps.jsonl").write_bytes(b'{"group_ids": 5}\n')
     table = overview(run_directories(tmp_path))
     good, torn = table.sort("path").iter_rows(named=True)
     assert good["step"] and good["error"] is None
     assert (torn["run"], torn["status"], torn["step"]) == ("torn", "unreadable", None)
-    assert "steps.jsonl" in torn["error"] or "rows" in torn["error"]
+    assert "group_ids of table steps" in torn["error"]
+
+
+def test_a_run_with_a_damaged_part_is_listed_with_what_is_left_out(tmp_path):
+    run = shutil.copytree(demo.recorded_run(), tmp_path / "cut")
+    part = sorted((run / "calls").iterdir())[0]
+    part.write_bytes(b"PAR1")
+    (row,) = overview([run]).iter_rows(named=True)
+    assert (row["status"], row["error"]) == (
+        "done",
+        f"1 damaged part left out (calls/{part.name} is not a readable part of table calls)",
+    )
 
 
 def test_a_run_itself_is_a_shelf_of_one(tmp_path):

@@ -23,6 +23,7 @@ from workbench.errors import RecipeError, SetupError, TrainerError, WorkbenchErr
 if TYPE_CHECKING:
     from workbench.config import Recipe
 
+_SHOWN = 20
 NOT_OURS = (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
 RECIPE_HELP = "RECIPE is a YAML file or the name of a shipped recipe; KEY=VALUE overrides its settings."
 
@@ -251,6 +252,8 @@ def inspect(run_dir: Path, rollout: str | None) -> None:
     stored = runs.open_any(run_dir)
     if rollout is None:
         click.echo(repr(stored))
+        for words in stored.damage[:_SHOWN]:
+            _say(f"  left out: {words}", 4)
         return
     from workbench.inspect import PrefixChain
     from workbench.runs.drift import drift_frame, sentences

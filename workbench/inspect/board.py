@@ -136,9 +136,9 @@ def _draw_causes(causes: list[dict[str, Any]]) -> Figure:
 
 
 def damage_words(told: list[str]) -> str:
-    """The lines of a run's files that could not be read, the first few by name."""
+    """What of a run's files could not be read, the first few places by name."""
     more = f"; and {len(told) - 3} more" if len(told) > 3 else ""
-    return f"Left out, {markup.count(len(told), 'line')} that cannot be read: {'; '.join(told[:3])}{more}"
+    return f"Left out, {markup.count(len(told), 'place')} that cannot be read: {'; '.join(told[:3])}{more}"
 
 
 def _tile_cell(tile: dict[str, Any]) -> markup.Cell:

@@ -46,12 +46,20 @@ class Custody:
 
 
 def rollout_row(source: Any, rollout_id: str) -> dict[str, Any] | None:
-    """The rollout's row of `source.rollouts`; None for a bare frame, or where it is not finalised."""
+    """The rollout's row of `source.rollouts`; None for a bare frame, or where it is not finalised.
+
+    `unread` in it says why nobody knows whether a step trained it. Raises RunStoreError where the part that holds its
+    row or its calls is damaged.
+    """
     rollouts: pl.DataFrame | None = None if isinstance(source, pl.DataFrame) else getattr(source, "rollouts", None)
-    if rollouts is None or rollouts.is_empty():
+    if rollouts is None:
         return None
+    unread = source.unread(rollout_id) if hasattr(source, "unread") else {}
+    for table in ("rows", "calls"):
+        if table in unread:
+            raise unread[table]
     found = rollouts.filter(pl.col("rollout_id") == rollout_id)
-    return found.row(0, named=True) if found.height else None
+    return found.row(0, named=True) | {"unread": unread.get("train")} if found.height else None
 
 
 def custody_of(rollout: dict[str, Any] | None, calls: pl.DataFrame | None, *, from_run: bool = True) -> Custody:
@@ -86,6 +94,8 @@ def custody_of_call(rollout: dict[str, Any] | None, calls: pl.DataFrame, call_id
 def trained_words(rollout: dict[str, Any]) -> str:
     """Whether a step trained the row; only then is anything called trained."""
     step = rollout.get("trained_step")
+    if step is None and rollout.get("unread"):
+        return f"whether a step trained it is not known: {rollout['unread']}"
     return "no step has trained it" if step is None else f"trained in step {step}"
 
 

@@ -137,7 +137,7 @@ class PrefixChain(LiveView):
         if self.rollout.get("trained_step") is not None:
             return "trained chain"
         if self.rollout.get("verified"):
-            return "verified chain, not trained"
+            return "verified chain" if self.rollout.get("unread") else "verified chain, not trained"
         return f"terminal chain, by {self.rollout.get('terminal_selection') or 'nobody'}"
 
     def draw(self) -> Figure:

@@ -14,7 +14,6 @@ import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,12 +172,29 @@ def has_torn_line(path: Path) -> bool:
         return False
 
 
-def read_parts(table: str, paths: Iterable[Path], columns: Sequence[str] | None = None) -> pl.DataFrame:
-    """The Parquet parts of a table under one another, in the order given; empty with the right columns for none.
+Signature = tuple[int, int]
+"""Of a file: when it was modified (ns), and its size (bytes)."""
 
-    Raises RunStoreError naming the part that cannot be read, whose checksums do not hold, or that lacks a declared
-    column.
-    """
+
+def signature(path: Path) -> Signature | None:
+    """What tells a file from what was there before; None where there is none."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    return stat.st_mtime_ns, stat.st_size
+
+
+@dataclass
+class Parts:
+    """What Parquet parts hold: their rows under one another, and by path why a part could not be read."""
+
+    frame: pl.DataFrame
+    damaged: dict[Path, RunStoreError] = field(default_factory=dict)
+
+
+def scan_parts(table: str, paths: Iterable[Path], columns: Sequence[str] | None = None) -> Parts:
+    """All that can be read of the parts of a table, in the order given; empty with the right columns for none."""
     import pyarrow as pa
 
     names = list(columns) if columns is not None else [column.name for column in schema.columns(table)]
@@ -186,18 +202,37 @@ def read_parts(table: str, paths: Iterable[Path], columns: Sequence[str] | None 
     empty = pl.DataFrame(schema={name: dtypes[name] for name in names})
     declared = schema.arrow_schema(table)
     expected = pa.schema([declared.field(name) for name in names])
-    read = partial(_read_part, table, expected=expected, empty=empty)
+
+    def read(path: Path) -> pa.Table | RunStoreError | None:
+        try:
+            return _read_part(table, path, expected=expected, empty=empty)
+        except RunStoreError as error:
+            return error
+
     paths = list(paths)
     if len(paths) < SIDE_BY_SIDE:
         found = [read(path) for path in paths]
     else:
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="parts") as pool:
             found = list(pool.map(read, paths))
-    parts = [part for part in found if part is not None]
+    damaged = {path: part for path, part in zip(paths, found, strict=True) if isinstance(part, RunStoreError)}
+    parts = [part for part in found if isinstance(part, pa.Table)]
     if not parts:
-        return empty
+        return Parts(empty, damaged)
     # Turned into a frame once and as one piece: part by part, and even piece by piece, takes longer.
-    return pl.concat([empty, pl.DataFrame(pl.from_arrow(pa.concat_tables(parts).combine_chunks()))])
+    return Parts(pl.concat([empty, pl.DataFrame(pl.from_arrow(pa.concat_tables(parts).combine_chunks()))]), damaged)
+
+
+def read_parts(table: str, paths: Iterable[Path], columns: Sequence[str] | None = None) -> pl.DataFrame:
+    """As `scan_parts`, all of them.
+
+    Raises RunStoreError naming the part that cannot be read, whose checksums do not hold, or that lacks a declared
+    column.
+    """
+    parts = scan_parts(table, paths, columns)
+    for error in parts.damaged.values():
+        raise error
+    return parts.frame
 
 
 def _read_part(table: str, path: Path, *, expected: pa.Schema, empty: pl.DataFrame) -> pa.Table | None:
@@ -213,7 +248,7 @@ def _read_part(table: str, path: Path, *, expected: pa.Schema, empty: pl.DataFra
         missing = [name for name in expected.names if name not in there]
         optional = {column.name for column in schema.columns(table) if column.optional} if missing else ()
         if lacking := [name for name in missing if name not in optional]:
-            raise RunStoreError(f"{path} is not a part of table {table}: it lacks {', '.join(lacking)}")
+            raise _damaged(path, f"is not a part of table {table}: it lacks {', '.join(lacking)}")
         for name in missing:
             found = found.append_column(expected.field(name), pa.nulls(found.num_rows, expected.field(name).type))
         if there != expected.names:
@@ -225,7 +260,9 @@ def _read_part(table: str, path: Path, *, expected: pa.Schema, empty: pl.DataFra
     except FileNotFoundError:
         return None
     except (pa.ArrowException, OSError, ValueError, pl.exceptions.PolarsError) as error:
-        what = f"{path} is not a readable part of table {table}: {' '.join(str(error).split()).rstrip('.')}"
-        raise RunStoreError(
-            f"{what}. Next: workbench verify {path.parent.parent} names all that is damaged."
-        ) from error
+        why = " ".join(str(error).split()).rstrip(".")
+        raise _damaged(path, f"is not a readable part of table {table}: {why}") from error
+
+
+def _damaged(path: Path, what: str) -> RunStoreError:
+    return RunStoreError(f"{path} {what}. Next: workbench verify {path.parent.parent} names all that is damaged.")

@@ -18,6 +18,7 @@ import polars as pl
 
 from workbench.errors import RunStoreError
 from workbench.runs import frames
+from workbench.runs.frames import Signature, signature
 from workbench.runs.writer import atomic_file
 
 TABLES = ("rows", "calls")
@@ -25,7 +26,6 @@ FROM_PARTS = 32
 """Fewer parts than this are read as quickly as found."""
 
 _PARTS = b"workbench.parts"
-Signature = tuple[int, int]  # modified (ns), size (bytes)
 
 
 def scalar_columns(table: str) -> list[str]:
@@ -41,18 +41,21 @@ class Gathered:
         self._table = table
         self._known: dict[str, Signature] | None = None
         self._frame = pl.DataFrame()
+        self.damaged: dict[Path, RunStoreError] = {}
+        """Parts that `read` could not read, of those there were."""
 
     def read(self, paths: Sequence[Path]) -> pl.DataFrame:
-        """All rows of `paths`, new parts after old ones. Raises RunStoreError naming a part that cannot be read."""
-        there = {path.name: signature for path in paths if (signature := _signature(path)) is not None}
+        """All rows of `paths`, new parts after old ones; without those that are then `damaged`."""
+        there = {path.name: now for path in paths if (now := signature(path)) is not None}
         if self._known is None:
             self._known, self._frame = _load(self._file, self._table)
         if not self._known.items() <= there.items():
-            self._known, self._frame = {}, pl.DataFrame()
+            self._known, self._frame, self.damaged = {}, pl.DataFrame(), {}
         new = [path for path in paths if path.name in there and path.name not in self._known]
         if new or not self._known:
-            found = frames.read_parts(self._table, new, scalar_columns(self._table))
-            self._frame = pl.concat([self._frame, found]) if self._known else found
+            found = frames.scan_parts(self._table, new, scalar_columns(self._table))
+            self._frame = pl.concat([self._frame, found.frame]) if self._known else found.frame
+            self.damaged |= found.damaged
             self._known = there
         return self._frame
 
@@ -63,7 +66,7 @@ def gather(run_dir: Path) -> None:
         paths = sorted((run_dir / table).glob("*.parquet"))
         if len(paths) < FROM_PARTS:
             continue
-        known = {path.name: _signature(path) for path in paths}
+        known = {path.name: signature(path) for path in paths}
         with contextlib.suppress(RunStoreError, OSError):
             frame = frames.read_parts(table, paths, scalar_columns(table))
             _store(run_dir / "gathered" / f"{table}.parquet", frame, known)
@@ -91,12 +94,4 @@ def _load(path: Path, table: str) -> tuple[dict[str, Signature], pl.DataFrame]:
         return {}, pl.DataFrame()
     if dict(frame.schema) != dict(frames.read_parts(table, [], scalar_columns(table)).schema):
         return {}, pl.DataFrame()
-    return {name: (signature[0], signature[1]) for name, signature in known.items()}, frame
-
-
-def _signature(path: Path) -> Signature | None:
-    try:
-        stat = path.stat()
-    except FileNotFoundError:
-        return None
-    return stat.st_mtime_ns, stat.st_size
+    return {name: (modified, size) for name, (modified, size) in known.items()}, frame

@@ -6,9 +6,9 @@
     run.receipt(rollout_id)             the receipt as a wire record
 
 Invariants: ids are in every row of every frame; a frame is read again only when its files have changed; a
-reader never writes into a run. A part that is there is whole (the writer renames). A line that cannot be read costs
-itself and not the sight of the others, and `run.damage` (and the run's own sentence) says that it is missing. Frames
-of things hold no token arrays; those come on demand.
+reader never writes into a run. A part that is there is whole (the writer renames). A line or a part that cannot be read
+costs itself and not the sight of the others, and `run.damage` (and the run's own sentence) says that it is missing.
+Frames of things hold no token arrays; those come on demand.
 Not here: which columns there are (schema, frames), foreign ledgers (foreign), proving digests (campaign.verify_run).
 """
 
@@ -27,7 +27,7 @@ from workbench.errors import RunStoreError
 from workbench.runs import frames
 from workbench.runs.condition import is_being_written, read_recipe, read_status
 from workbench.runs.custody import broken_events, event_files, known_calls, ledger_files, recorded_calls
-from workbench.runs.damage import in_short, torn_lines
+from workbench.runs.damage import DamagedParts, in_short, torn_lines
 from workbench.runs.finding import find, is_run, no_run
 from workbench.runs.gathered import TABLES, Gathered
 from workbench.runs.staged import staged_call
@@ -76,6 +76,7 @@ class Run:
         self.path = path
         self._cache: dict[str, tuple[Any, Any]] = {}
         self._gathered = {table: Gathered(path, table) for table in TABLES}
+        self._damaged = DamagedParts()
 
     @property
     def name(self) -> str:
@@ -93,9 +94,10 @@ class Run:
 
     @property
     def damage(self) -> list[str]:
-        """One sentence for each line of the run's files that could not be read, with its file and place; usually none.
+        """One sentence for each line and part of the run that could not be read, with file and place; usually none.
 
-        The line that a running campaign is just writing does not count.
+        The line that a running campaign is just writing does not count, and of a part only what was read of it: token
+        arrays are on demand (`workbench verify` reads everything).
         """
         told = [words for name in _JOURNALS for words in self._scanned(name).broken]
         if self._stored_recipe() is None:
@@ -105,7 +107,18 @@ class Run:
         if not is_being_written(self.path):
             files = [self.path / f"{name}.jsonl" for name in _JOURNALS] + ledger_files(self.path / "ledger")
             told += self._cached("torn", files, lambda: torn_lines(files))
-        return told
+        return told + [str(error) for error in self._damaged_parts().values()]
+
+    def unread(self, rollout_id: str) -> dict[str, RunStoreError]:
+        """By table (rows, calls, train) the damaged part that holds something of a rollout; usually none."""
+        if not (damaged := self._damaged_parts()):
+            return {}
+        known = [self.rollouts.select("rollout_id", "group_id"), self.calls.select("rollout_id", "group_id")]
+        group = dict(pl.concat(known).drop_nulls().iter_rows()).get(rollout_id)
+        step = next((row.get("step") for row in self._lines("steps") if group in (row.get("group_ids") or ())), None)
+        parts = {"rows": group, "calls": group, "train": f"step-{step}"}
+        own = {table: self.path / table / f"{part}.parquet" for table, part in parts.items()}
+        return {table: damaged[path] for table, path in own.items() if path in damaged}
 
     # -- frames ------------------------------------------------------------------------------------------------
 
@@ -229,17 +242,21 @@ class Run:
 
     def token_ids(self) -> set[int]:
         """Every token id that occurs in a stored call or row."""
-        stored = [self._read(table, ["token_ids"])["token_ids"].explode().drop_nulls() for table in ("calls", "rows")]
+        stored = [self._read(table, ["token_ids"])["token_ids"].explode().drop_nulls() for table in TABLES]
         return set(pl.concat(stored).unique().to_list())
 
     def receipt(self, rollout_id: str) -> RolloutReceipt:
         """The stored receipt. Raises RunStoreError when there is none (not finalised, or finalised without one)."""
+        broken: list[str] = []
         for path in sorted((self.path / "receipts").glob("*.jsonl")):
-            for row in frames.read_lines(path):
+            lines = frames.scan_lines(path)
+            broken += lines.broken
+            for row in lines.rows:
                 receipt = row.get("receipt", row)
                 if row.get("rollout_id") == rollout_id and receipt is not None:
                     return RolloutReceipt.model_validate(receipt)
-        raise RunStoreError(f"No receipt of rollout {rollout_id!r} in {self.path / 'receipts'}; is it finalised?")
+        why = broken[0] if broken else "is it finalised?"
+        raise RunStoreError(f"No receipt of rollout {rollout_id!r} in {self.path / 'receipts'}; {why}")
 
     def staged(self, rollout_id: str) -> list[StagedCall]:
         """The staged calls of a rollout as records, in manifest order; what never came back from staging is left out.
@@ -295,8 +312,9 @@ class Run:
     def _build_rollouts(self) -> pl.DataFrame:
         step_of = {row["group_id"]: row.get("step") for row in self._lines("groups")}
         seed_of = {row["group_id"]: row.get("task_seed") for row in self._lines("groups")}
-        stored = self._gathered["rows"].read(self._parts("rows"))
-        trained = trained_steps(self._parts("train"))
+        stored = self._stored("rows")
+        trained, damaged = trained_steps(self._parts("train"))
+        self._damaged.note(damaged)
         return (
             stored.sort("group_id", "index")
             .join(_keyed("group_id", "step", step_of), on="group_id", how="left", maintain_order="left")
@@ -308,7 +326,7 @@ class Run:
 
     def _build_calls(self) -> pl.DataFrame:
         stored: dict[str, dict[str, dict[str, Any]]] = {}
-        for row in self._gathered["calls"].read(self._parts("calls")).to_dicts():
+        for row in self._stored("calls").to_dicts():
             stored.setdefault(row["rollout_id"], {})[row["model_call_id"]] = row
         recorded = recorded_calls(self.path / "ledger")
         group_of, name = self._groups_of_rollouts(), self.name
@@ -332,13 +350,18 @@ class Run:
         return found.row(found.height - 1, named=True) if found.height else None
 
     def _table(self, table: str, rollout_id: str) -> pl.DataFrame:
-        """The stored rows of one rollout, arrays included; only the parts that can hold it are read."""
+        """The stored rows of one rollout, arrays included; only the parts that can hold it are read.
+
+        Raises RunStoreError where its own part is damaged, but for the trainer's: nothing is known of the trainer then.
+        """
         own = [path for path in self._parts(table) if table != "train" and f".{path.stem}." in f".{rollout_id}."]
         for paths in ([own] if own else []) + [self._parts(table)]:
-            found = frames.read_parts(table, paths).filter(pl.col("rollout_id") == rollout_id)
+            found = self._damaged.noted(frames.scan_parts(table, paths)).filter(pl.col("rollout_id") == rollout_id)
             if found.height:
                 return found
-        return frames.read_parts(table, [])
+        if table != "train" and (error := self.unread(rollout_id).get(table)):
+            raise error
+        return found
 
     def _unknown(self, rollout_id: str) -> RunStoreError:
         recorded = self.calls.filter(rollout_id=rollout_id).height
@@ -350,13 +373,25 @@ class Run:
             )
         known = self.rollouts["rollout_id"].to_list()
         some = f"for instance {', '.join(known[:3])}" if known else "none yet"
-        return RunStoreError(f"Run {self.name} has no rollout {rollout_id!r}; it has {len(known)}, {some}")
+        lost = "".join(f"; {error}" for error in list(self._damaged_parts().values())[:1])
+        return RunStoreError(f"Run {self.name} has no rollout {rollout_id!r}; it has {len(known)}, {some}{lost}")
 
     def _parts(self, table: str) -> list[Path]:
         return sorted((self.path / table).glob("*.parquet"))
 
     def _read(self, table: str, columns: list[str] | None = None) -> pl.DataFrame:
-        return frames.read_parts(table, self._parts(table), columns)
+        return self._damaged.noted(frames.scan_parts(table, self._parts(table), columns))
+
+    def _stored(self, table: str) -> pl.DataFrame:
+        gathered = self._gathered[table]
+        frame = gathered.read(self._parts(table))
+        self._damaged.note(gathered.damaged)
+        return frame
+
+    def _damaged_parts(self) -> dict[Path, RunStoreError]:
+        _ = self.rollouts
+        self._stored("calls")
+        return self._damaged.there()
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         return self._scanned(name).rows
@@ -370,10 +405,10 @@ class Run:
 
     def _cached(self, name: str, paths: list[Path], build: Callable[[], Any]) -> Any:
         """What `build` gives, kept until a file it was built from changes."""
-        signature = [_signature(path) for path in paths]
+        found = [(path, frames.signature(path)) for path in paths]
         held = self._cache.get(name)
-        if held is None or held[0] != signature:
-            held = (signature, build())
+        if held is None or held[0] != found:
+            held = (found, build())
             self._cache[name] = held
         return held[1]
 
@@ -382,11 +417,3 @@ def _keyed(key: str, name: str, values: Mapping[str, int | None]) -> pl.DataFram
     """A mapping as two columns, to be joined."""
     columns = {key: list(values), name: list(values.values())}
     return pl.DataFrame(columns, schema={key: pl.String, name: pl.Int64}, strict=False)
-
-
-def _signature(path: Path) -> tuple[str, int, int] | None:
-    try:
-        stat = path.stat()
-    except FileNotFoundError:
-        return None
-    return str(path), stat.st_mtime_ns, stat.st_size

@@ -16,6 +16,7 @@ import polars as pl
 
 from workbench.errors import RunStoreError
 from workbench.runs import reader
+from workbench.runs.damage import in_short
 
 _WORDS = {"running": "running", "finished": "done", "failed": "failed", "interrupted": "killed"}
 COLUMNS = {
@@ -71,6 +72,6 @@ def _read(run: reader.Run) -> dict[str, Any]:
         "token_in_rate_after_roots": token_in / (calls.height - roots) if calls.height > roots else None,
         "rejected": int((rollouts["sample_mask"] == 0).sum()),
         "started_at": campaign["started_at"],
-        "error": campaign["error"],
+        "error": campaign["error"] or in_short(run.damage, run.path).removeprefix(" · ") or None,
         "path": str(run.path),
     }
