@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from capture.scripted_worker import serving, write_script
-from capture.templates import tokenizer
+from capture.templates import HEADINGS, tokenizer
 
 from workbench.capture import probe
 from workbench.capture.staging import MemorySink
@@ -120,3 +121,51 @@ async def test_a_template_that_rewrites_what_the_model_said_has_nothing_to_compa
     async with serving(folder, script, monkeypatch) as (server, _):
         found = await server.probe()
     assert (found["prefix_stable"], found["equals_plain_rendering"]) == (False, None)
+
+
+@pytest.mark.parametrize("finish", ["stop", "length"])
+@pytest.mark.parametrize("kind", ["headings", "mistral", "airy", "glm"])
+async def test_the_probe_passes_what_the_splice_gets_right(
+    tmp_path: Path, monkeypatch: Any, kind: str, finish: str
+) -> None:
+    """Text that begins a string has a space before it in SentencePiece's manner; a line break before the end of a turn
+    is the template's own. Neither is a fault of the splice."""
+    folder = tmp_path / "model"
+    tokenizer(kind).save_pretrained(folder)
+    async with serving(folder, write_script(tmp_path, PARIS | {"finish_reason": finish}), monkeypatch) as (server, _):
+        assert (await server.probe())["prefix_stable"] is True
+
+
+async def test_the_probe_stops_at_a_tokenizer_that_writes_a_tail_alone_otherwise_than_in_its_place(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Byte-level with a space before every piece of text, also behind a control token: what is cut off gets one too."""
+    from tokenizers import pre_tokenizers
+
+    spaced = copy.deepcopy(tokenizer("chatml"))
+    spaced.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    spaced.chat_template = HEADINGS
+    spaced.save_pretrained(tmp_path / "model")
+    script = write_script(tmp_path, PARIS | {"finish_reason": "length"})
+    async with serving(tmp_path / "model", script, monkeypatch) as (server, _):
+        with pytest.raises(ProbeFailed, match="the plain rendering begins with the parent's ids but the spliced"):
+            await server.probe()
+
+
+async def test_the_probe_stops_at_logprobs_of_another_distribution(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    async with serving(chatml_folder, write_script(tmp_path, PARIS), monkeypatch) as (server, _):
+        scores = -0.5  # what the script says of every token
+
+        async def score(sequences: list[list[int]]) -> list[list[float]]:
+            return [[scores] * (len(ids) - 1) for ids in sequences]
+
+        with monkeypatch.context() as scoring:
+            # As of an engine that can score: the scripted one has no distribution.
+            scoring.setattr(server, "config", server.config.model_copy(update={"engine": "vllm"}))
+            scoring.setattr(server, "score", score)
+            assert (await server.probe())["mean_abs_logprob_delta"] == 0.0
+            scores = -1.5
+            with pytest.raises(ProbeFailed, match=r"Field logprobs: .* differ by 1\.000 on average \(at most 0\.25\)"):
+                await server.probe()

@@ -18,6 +18,7 @@ import httpx
 import numpy as np
 import orjson
 
+from workbench.capture.splice import TurnBoundary
 from workbench.errors import ProbeFailed, StagingError
 from workbench.serving.door import WORKER_TOKEN_ENV
 from workbench.wire import CaptureAdmission, StagedCall
@@ -173,8 +174,12 @@ def _check_child(
     if not plain.startswith(said):
         # Such a template rewrites what the model said, which is what splicing is for; there is nothing to compare with.
         return {"prefix_stable": False, "equals_plain_rendering": None}
-    tail = _encode(server, plain[len(said) :])
-    if tail and tail[0] == prefix[-1] and prefix[-1] in server.tokenizer.added_tokens_decoder:
+    text, end = plain[len(said) :], server.tokenizer.added_tokens_decoder.get(prefix[-1])
+    if end is not None and text.lstrip().startswith(str(end)):
+        # The model ended its turn itself, so white space that the template puts before that end has no place.
+        text = text.lstrip()
+    tail = TurnBoundary(server.tokenizer, ()).encode(text)
+    if end is not None and tail[:1] == prefix[-1:]:
         tail = tail[1:]
     if spliced != prefix + tail:
         raise ProbeFailed(
