@@ -11,16 +11,21 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from workbench import runs
+from workbench import dataplane, runs
 from workbench.campaign import desk_socket
 from workbench.campaign.call_lines import CallLines, Facts
 from workbench.campaign.desk import ReceiptDesk, response_id_of
+from workbench.campaign.serve import _Session
+from workbench.config import load_recipe
 from workbench.errors import DeadlineExceeded, RunStoreError, SetupError, WorkbenchError
+from workbench.finalizer.messages import FinalizedGroup
 from workbench.ledger import LedgerStore
+from workbench.runs.writer import RunWriter
 from workbench.wire import CallRecord, RolloutCommit
 
 
@@ -226,3 +231,24 @@ async def test_what_no_receipt_was_ever_asked_with_and_a_group_that_is_stored_ar
     desk.finalised["two"] = "g1"
     with pytest.raises(RunStoreError, match=r"Group g1 is stored already\. Next: choose another --group"):
         await desk.receipt({"rollouts": ["one"], "group": "g1"})
+
+
+async def test_train_rows_that_cannot_be_cleared_cost_no_receipt_and_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = FinalizedGroup(group_id="g1", weight_version=0, train_keys=["one"], rows=[], metrics={})
+
+    async def finalize(request: Any) -> FinalizedGroup:
+        return group
+
+    async def clear(partition: str, keys: Sequence[str], *, deadline_s: float) -> None:
+        raise DeadlineExceeded(f"clear of {keys} from {partition} took longer than {deadline_s:g} s")
+
+    monkeypatch.setattr(dataplane, "clear", clear)
+    fleet: Any = SimpleNamespace(finalizers=SimpleNamespace(finalize=finalize), model_path=tmp_path)
+    request: Any = None
+    with RunWriter(tmp_path / "run") as writer:
+        session = _Session(load_recipe("cpu_smoke"), tmp_path / "run", writer)
+        assert await session._finalize_with(fleet)(request) is group
+    (told,) = runs.open(tmp_path / "run").events.filter(kind="train_rows_left")["fields"]
+    assert "g1" in told and "clear of ['one'] from train took longer than" in told

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 from typing import Any
 
 import pytest
 import ray
 
-from workbench.campaign.ray_cluster import TOO_SLOW, start_own
-from workbench.errors import ComponentDied
+from workbench.campaign.ray_cluster import TOO_SLOW, connect, start_own
+from workbench.config import load_recipe
+from workbench.errors import ComponentDied, SetupError
 
 
 class SlowRay:
@@ -48,3 +50,18 @@ def test_another_failure_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         start_own({}, 60.0)
     assert slow.tries == 1
     assert slow.left[0].wait(10) == -9
+
+
+def test_a_cluster_that_answers_and_lets_nobody_in_is_named_with_what_to_compare(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        slow = SlowRay(monkeypatch, times=1, says="Authentication token is wrong.\n  Ask for another.")
+        with pytest.raises(SetupError) as refused:
+            connect(load_recipe("cpu_smoke", [f"ray.address={address}"]))
+        slow.left[0].kill()
+        slow.left[0].wait(10)
+    said = str(refused.value)
+    assert said.startswith(f"ray.address: what listens at {address} lets this process not in: Authentication token is")
+    assert "RAY_AUTH_TOKEN" in said and "\n" not in said
