@@ -190,3 +190,10 @@ def test_a_run_that_does_not_verify_is_not_recorded(tmp_path):
     (source / "rows" / "g00000.parquet").unlink()
     with pytest.raises(RunStoreError, match="Only a run that verifies"):
         record_demo(source, tmp_path / "demo")
+
+
+def test_a_run_with_a_damaged_part_has_no_summary_that_counts_less(tmp_path):
+    run_dir = make_run(tmp_path / "cut", steps=1)
+    (run_dir / "rows" / "g00000.parquet").write_bytes(b"PAR1")
+    with pytest.raises(RunStoreError, match=r"rows/g00000.parquet is not a readable part"):
+        summarise(run_dir, notebook=Path("n.ipynb"), outcome=Outcome("done"), seconds=3.0)

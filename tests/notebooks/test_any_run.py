@@ -104,6 +104,12 @@ def _damaged(path: Path) -> None:
     steps.write_bytes(b"{broken\n" + steps.read_bytes())
 
 
+def _damaged_part(path: Path) -> None:
+    make_run(path, steps=2)
+    for part in ("rows/g00000.parquet", "calls/g00001.parquet"):
+        (path / part).write_bytes((path / part).read_bytes()[:200])
+
+
 STATES: dict[str, tuple[Callable[[Path], None], str]] = {
     "empty": (_empty, "has no calls yet"),
     "crashed in flight": (_crashed_in_flight, "not finalised yet: nothing is verified"),
@@ -111,6 +117,7 @@ STATES: dict[str, tuple[Callable[[Path], None], str]] = {
     "untrained": (_untrained, "no step has trained it"),
     "equal rewards": (_equal_rewards, "trained in step 1"),
     "damaged": (_damaged, "1 broken line left out (steps.jsonl, line 1 is not JSON"),
+    "a damaged part": (_damaged_part, "2 damaged parts left out (calls/g00001.parquet is not a readable part of table"),
 }
 
 

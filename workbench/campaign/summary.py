@@ -111,9 +111,11 @@ class Summary:
 def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float) -> Summary:
     """The summary of the run in `run_dir`, which took `seconds` with start and stop of all its parts.
 
-    Raises RunStoreError when no run was begun there.
+    Raises RunStoreError when no run was begun there, or a part of it is damaged: its numbers would be of another run.
     """
     run = runs.open(run_dir)
+    for damaged in run.damaged_parts().values():
+        raise damaged
     steps, rollouts, campaign = run.steps, run.rollouts, run.campaign.row(0, named=True)
     # What `workbench verify` counts, and what a resumed run goes on with: a group that has all of its parts.
     finished = [group for group in rollouts["group_id"].unique().to_list() if is_whole(run_dir, group)]

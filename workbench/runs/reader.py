@@ -107,11 +107,17 @@ class Run:
         if not is_being_written(self.path):
             files = [self.path / f"{name}.jsonl" for name in _JOURNALS] + ledger_files(self.path / "ledger")
             told += self._cached("torn", files, lambda: torn_lines(files))
-        return told + [str(error) for error in self._damaged_parts().values()]
+        return told + [str(error) for error in self.damaged_parts().values()]
+
+    def damaged_parts(self) -> dict[Path, RunStoreError]:
+        """By path why a part of rows, calls or train could not be read; usually none."""
+        _ = self.rollouts
+        self._stored("calls")
+        return self._damaged.there()
 
     def unread(self, rollout_id: str) -> dict[str, RunStoreError]:
         """By table (rows, calls, train) the damaged part that holds something of a rollout; usually none."""
-        if not (damaged := self._damaged_parts()):
+        if not (damaged := self.damaged_parts()):
             return {}
         known = [self.rollouts.select("rollout_id", "group_id"), self.calls.select("rollout_id", "group_id")]
         group = dict(pl.concat(known).drop_nulls().iter_rows()).get(rollout_id)
@@ -373,7 +379,7 @@ class Run:
             )
         known = self.rollouts["rollout_id"].to_list()
         some = f"for instance {', '.join(known[:3])}" if known else "none yet"
-        lost = "".join(f"; {error}" for error in list(self._damaged_parts().values())[:1])
+        lost = "".join(f"; {error}" for error in list(self.damaged_parts().values())[:1])
         return RunStoreError(f"Run {self.name} has no rollout {rollout_id!r}; it has {len(known)}, {some}{lost}")
 
     def _parts(self, table: str) -> list[Path]:
@@ -387,11 +393,6 @@ class Run:
         frame = gathered.read(self._parts(table))
         self._damaged.note(gathered.damaged)
         return frame
-
-    def _damaged_parts(self) -> dict[Path, RunStoreError]:
-        _ = self.rollouts
-        self._stored("calls")
-        return self._damaged.there()
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
         return self._scanned(name).rows
