@@ -74,5 +74,10 @@ def test_a_node_that_lacks_a_package_is_refused_with_the_packages_name(seen: dic
     assert "install the same packages there" in seen["lacking"]
 
 
+def test_a_node_that_is_lost_before_it_was_looked_at_is_named(seen: dict[str, Any]) -> None:
+    assert "(finalizer) could not be looked at: " in seen["gone"]
+    assert seen["gone"].endswith("Next: see whether it runs the same Python and Ray.")
+
+
 def test_a_finalizer_whose_node_is_lost_is_replaced_on_another_node(seen: dict[str, Any]) -> None:
     assert seen["pool"] == ["finalizer_lost", "finalizer_replaced", "group_reconciled", "silent"]

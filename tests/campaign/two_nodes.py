@@ -76,12 +76,17 @@ def a_third_node(folder: Path, cluster: Any) -> dict[str, Any]:
     path = os.pathsep.join([str(hidden), os.environ.get("PYTHONPATH", "")])
     node = cluster.add_node(num_cpus=1, object_store_memory=10**8, env_vars={"PYTHONPATH": path})
     ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
-    lacking = ""
-    try:
-        check_nodes({node.node_id: [Bundle("finalizer", 0, 1)]}, folder / "looked", models.resolve("tiny"), 180.0)
-    except SetupError as error:
-        lacking = str(error)
-    return {"lacking": lacking, "pool": asyncio.run(lose_a_finalizers_node(folder, cluster, node))}
+
+    def looked() -> str:
+        try:
+            check_nodes({node.node_id: [Bundle("finalizer", 0, 1)]}, folder / "looked", models.resolve("tiny"), 180.0)
+        except SetupError as error:
+            return str(error)
+        return ""
+
+    lacking = looked()
+    pool = asyncio.run(lose_a_finalizers_node(folder, cluster, node))
+    return {"lacking": lacking, "pool": pool, "gone": looked()}
 
 
 async def lose_a_finalizers_node(folder: Path, cluster: Any, node: Any) -> list[str]:
