@@ -14,7 +14,7 @@ Not here: which columns there are (schema, frames), foreign ledgers (foreign), p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -32,8 +32,8 @@ from workbench.runs.finding import find, is_run, no_run
 from workbench.runs.gathered import TABLES, Gathered
 from workbench.runs.staged import staged_call
 from workbench.runs.tokens import call_path_tokens, row_tokens, sampled_logprobs
-from workbench.runs.trained import trained_steps
-from workbench.runs.vocabulary import Vocabulary, load_vocabulary
+from workbench.runs.trained import trained_steps, with_steps
+from workbench.runs.vocabulary import Vocabulary, load_vocabulary, vocabulary_file
 from workbench.wire import RolloutReceipt, StagedCall
 
 _JOURNALS = ("steps", "groups", "events")
@@ -276,15 +276,8 @@ class Run:
 
     def vocabulary(self) -> Vocabulary:
         """The bytes behind the run's token ids: its own `vocabulary.json`, else a tokenizer beside its weights."""
-        own = self.path / "vocabulary.json"
-        published = sorted(self.path.glob("weights/*/tokenizer.json"), key=lambda p: p.stat().st_mtime)
-        for path in [own, *reversed(published)]:
-            if path.exists():
-                return self._cached(f"vocabulary {path}", [path], partial(load_vocabulary, path))
-        raise RunStoreError(
-            f"{self.path} has neither vocabulary.json nor weights/*/tokenizer.json; pass a vocabulary: "
-            "workbench.runs.load_vocabulary(MODEL/tokenizer.json)"
-        )
+        path = vocabulary_file(self.path)
+        return self._cached(f"vocabulary {path}", [path], partial(load_vocabulary, path))
 
     @property
     def status(self) -> dict[str, Any]:
@@ -316,19 +309,10 @@ class Run:
         return frames.frame_of("groups", [{"run": name, **row} for row in self._lines("groups")])
 
     def _build_rollouts(self) -> pl.DataFrame:
-        step_of = {row["group_id"]: row.get("step") for row in self._lines("groups")}
-        seed_of = {row["group_id"]: row.get("task_seed") for row in self._lines("groups")}
-        stored = self._stored("rows")
         trained, damaged = trained_steps(self._parts("train"))
         self._damaged.note(damaged)
-        return (
-            stored.sort("group_id", "index")
-            .join(_keyed("group_id", "step", step_of), on="group_id", how="left", maintain_order="left")
-            .join(_keyed("group_id", "task_seed", seed_of), on="group_id", how="left", maintain_order="left")
-            .join(_keyed("rollout_id", "trained_step", trained), on="rollout_id", how="left", maintain_order="left")
-            .with_columns(run=pl.lit(self.name), verified=_IS_VERIFIED)
-            .select(*frames.polars_dtypes("rollouts"))
-        )
+        rows = with_steps(self._stored("rows").sort("group_id", "index"), self._lines("groups"), trained)
+        return rows.with_columns(run=pl.lit(self.name), verified=_IS_VERIFIED).select(*frames.polars_dtypes("rollouts"))
 
     def _build_calls(self) -> pl.DataFrame:
         stored: dict[str, dict[str, dict[str, Any]]] = {}
@@ -412,9 +396,3 @@ class Run:
             held = (found, build())
             self._cache[name] = held
         return held[1]
-
-
-def _keyed(key: str, name: str, values: Mapping[str, int | None]) -> pl.DataFrame:
-    """A mapping as two columns, to be joined."""
-    columns = {key: list(values), name: list(values.values())}
-    return pl.DataFrame(columns, schema={key: pl.String, name: pl.Int64}, strict=False)

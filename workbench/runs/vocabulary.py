@@ -45,6 +45,19 @@ class Vocabulary:
         )
 
 
+def vocabulary_file(run_dir: Path) -> Path:
+    """A run's own `vocabulary.json`, else the tokenizer beside the weights it published last. Raises RunStoreError."""
+    own = run_dir / "vocabulary.json"
+    published = sorted(run_dir.glob("weights/*/tokenizer.json"), key=lambda path: path.stat().st_mtime)
+    for path in [own, *reversed(published)]:
+        if path.exists():
+            return path
+    raise RunStoreError(
+        f"{run_dir} has neither vocabulary.json nor weights/*/tokenizer.json; pass a vocabulary: "
+        "workbench.runs.load_vocabulary(MODEL/tokenizer.json)"
+    )
+
+
 def load_vocabulary(path: Path) -> Vocabulary:
     """The vocabulary in a `vocabulary.json` or `tokenizer.json`. Raises RunStoreError for a file that is neither."""
     try:
