@@ -248,11 +248,13 @@ def inspect(run_dir: Path, rollout: str | None) -> None:
     RUN may also be a directory of ledgers, as a NeMo Gym run leaves one.
     """
     from workbench import runs
+    from workbench.runs.damage import in_short
 
     stored = runs.open_any(run_dir)
     if rollout is None:
-        click.echo(repr(stored))
-        for words in stored.damage[:_SHOWN]:
+        damage = stored.damage
+        click.echo(repr(stored).removesuffix(in_short(damage, stored.path)))
+        for words in damage[:_SHOWN]:
             _say(f"  left out: {words}", 4)
         return
     from workbench.inspect import PrefixChain

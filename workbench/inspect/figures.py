@@ -34,6 +34,7 @@ class CaptureRate(StaticView):
 
     def __init__(self, run: Any) -> None:
         rollouts: pl.DataFrame = run.rollouts
+        self.unplaced = _unplaced(rollouts)
         rows = rollouts.group_by("step").agg(
             pl.len().cast(pl.Int64).alias("rows_seen"), (pl.col("sample_mask") == 1).sum().cast(pl.Int64).alias("valid")
         )
@@ -47,6 +48,8 @@ class CaptureRate(StaticView):
     def sentence(self) -> str:
         if self.steps.is_empty():
             return "Capture over steps · no step yet"
+        if self.unplaced and not self.steps["rows_seen"].sum():
+            return f"Capture over {markup.count(self.steps.height, 'step')} · {self.unplaced}"
         rows, valid = int(self.steps["rows_seen"].sum()), int(self.steps["valid"].sum())
         rate = self.steps["token_in_rate_after_roots"].mean()
         said = "not recorded" if rate is None else f"{rate:.4g}"
@@ -116,6 +119,7 @@ class RewardCurve(StaticView):
     """Reward over steps: one dot a valid rollout, the mean as a line, one standard deviation as a band."""
 
     def __init__(self, run: Any) -> None:
+        self.unplaced = _unplaced(run.rollouts)
         self.rollouts = (
             run.rollouts.filter((pl.col("sample_mask") == 1) & pl.col("reward").is_not_null())
             .drop_nulls("step")
@@ -134,7 +138,7 @@ class RewardCurve(StaticView):
 
     def sentence(self) -> str:
         if self.steps.is_empty():
-            return "Reward over steps · no valid rollout yet"
+            return f"Reward over steps · {self.unplaced or 'no valid rollout yet'}"
         first, last = self.steps["mean"][0], self.steps["mean"][-1]
         return (
             f"Reward over {markup.count(self.steps.height, 'step')} · mean {first:.3f} at the first, "
@@ -145,7 +149,7 @@ class RewardCurve(StaticView):
         figure, (ax,) = panels(3.1)
         steps = self.steps["step"].to_list()
         if not steps:
-            say_nothing_to_show(ax, "no valid rollout has been finalised yet")
+            say_nothing_to_show(ax, self.unplaced or "no valid rollout has been finalised yet")
             return figure
         mean, std = self.steps["mean"].to_numpy(), self.steps["std"].to_numpy()
         xs: list[float] = []
@@ -193,6 +197,14 @@ class RewardCurve(StaticView):
         ]
         header = ("step", "mean", "std", "best", "valid rows")
         return markup.block(markup.line(self.sentence(), strong=True), markup.table(header, rows))
+
+
+def _unplaced(rollouts: pl.DataFrame) -> str:
+    """What is said instead of numbers by step, where groups.jsonl names no step of any rollout; else empty."""
+    valid = rollouts.filter(pl.col("sample_mask") == 1)
+    if valid.is_empty() or valid["step"].count():
+        return ""
+    return f"the step of none of {markup.count(valid.height, 'valid rollout')} is known"
 
 
 def _number(value: float | int | None, spec: str) -> markup.Cell:
