@@ -90,8 +90,7 @@ def through_worker(calls: int, tokens: int) -> Callable[[], list[StagedCall]]:
         for number, turn in enumerate(turns)
     ]
 
-    async def play() -> list[StagedCall]:
-        sink = Memory()
+    async def play(sink: Memory) -> None:
         core, prefixes = CaptureCore(sink, lambda: 1, sink_timeout_s=None), PrefixStore(None, capacity_bytes=2**30)
         for fields, prompt, sampled, logprobs in prepared:
             admission = CaptureAdmission.model_validate(fields)
@@ -101,9 +100,13 @@ def through_worker(calls: int, tokens: int) -> Callable[[], list[StagedCall]]:
                 call, prompt_token_ids=prompt_T, generated_token_ids=sampled_G, logprobs=logprobs
             )
             prefixes.remember(coords, np.concatenate([prompt_T, sampled_G], dtype=np.uint32))
+
+    def run() -> list[StagedCall]:
+        sink = Memory()
+        asyncio.run(play(sink))  # returns nothing: asyncio spells out, for a message, what a main task returned
         return sink.calls
 
-    return lambda: asyncio.run(play())
+    return run
 
 
 def hashed_bytes(calls: int, tokens: int) -> list[int]:
