@@ -1,6 +1,6 @@
 """Gathered: the columns without token arrays of a run's many small parts, as one frame; each part is read once.
 
-    rows/*.parquet, calls/*.parquet ──read once each──▶ one frame, grown by what is new
+    rows/ calls/ train/ *.parquet ──read once each──▶ one frame a table, grown by what is new
     at the run's end ──gather──▶ gathered/<table>.parquet, so that whoever opens it later reads one file
 Invariants: the parts are the truth. What was gathered counts only while each of its parts has the time and size that it
 had then; without the file, or with a changed part, parts are read again.
@@ -21,7 +21,7 @@ from workbench.runs import frames
 from workbench.runs.frames import Signature, signature
 from workbench.runs.writer import atomic_file
 
-TABLES = ("rows", "calls")
+TABLES = ("rows", "calls", "train")
 FROM_PARTS = 32
 """Fewer parts than this are read as quickly as found."""
 

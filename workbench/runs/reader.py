@@ -248,7 +248,7 @@ class Run:
 
     def token_ids(self) -> set[int]:
         """Every token id that occurs in a stored call or row."""
-        stored = [self._read(table, ["token_ids"])["token_ids"].explode().drop_nulls() for table in TABLES]
+        stored = [self._read(table, ["token_ids"])["token_ids"].explode().drop_nulls() for table in ("calls", "rows")]
         return set(pl.concat(stored).unique().to_list())
 
     def receipt(self, rollout_id: str) -> RolloutReceipt:
@@ -309,8 +309,8 @@ class Run:
         return frames.frame_of("groups", [{"run": name, **row} for row in self._lines("groups")])
 
     def _build_rollouts(self) -> pl.DataFrame:
-        trained, damaged = trained_steps(self._parts("train"))
-        self._damaged.note(damaged)
+        trained, masks = trained_steps(self._stored("train"), self.path)
+        self._damaged.note(masks.damaged)
         rows = with_steps(self._stored("rows").sort("group_id", "index"), self._lines("groups"), trained)
         return rows.with_columns(run=pl.lit(self.name), verified=_IS_VERIFIED).select(*frames.polars_dtypes("rollouts"))
 

@@ -7,32 +7,29 @@ out of its step, does not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
-from workbench.errors import RunStoreError
-from workbench.runs.frames import scan_parts
+from workbench.runs.frames import Parts, scan_parts
 
-_COLUMNS = ("rollout_id", "step", "sample_mask", "left_out")
+_ROW = ("step", "rollout_id")
 
 
-def trained_steps(parts: Iterable[Path]) -> tuple[dict[str, int], dict[Path, RunStoreError]]:
-    """Rollout → the step that had tokens of its row in the loss; and the parts that could not be read for it."""
-    trained: dict[str, int] = {}
-    damaged: dict[Path, RunStoreError] = {}
-    for path in parts:
-        found = scan_parts("train", [path], _COLUMNS)
-        rows = found.frame.filter(pl.col("sample_mask") == 1)
-        if rows["left_out"].null_count() < rows.height:
-            # Of a row that is left out in part the mask alone says whether anything remained.
-            found = scan_parts("train", [path], ["rollout_id", "loss_mask"])
-            rows = rows.join(found.frame, on="rollout_id").filter(pl.col("loss_mask").list.sum() > 0)
-        trained |= dict(rows.select("rollout_id", "step").rows())
-        damaged |= found.damaged
-    return trained, damaged
+def trained_steps(train: pl.DataFrame, run_dir: Path) -> tuple[dict[str, int], Parts]:
+    """Rollout → the step that had tokens of its row in the loss; and the parts that were read for their masks.
+
+    `train` holds the columns of that table without arrays.
+    """
+    rows = train.filter(pl.col("sample_mask") == 1)
+    whole, partly = rows.filter(pl.col("left_out").is_null()), rows.filter(pl.col("left_out").is_not_null())
+    # Of a row that is left out in part the mask alone says whether anything remained.
+    paths = [run_dir / "train" / f"step-{step}.parquet" for step in partly["step"].unique().sort()]
+    masks = scan_parts("train", paths, (*_ROW, "loss_mask"))
+    remaining = partly.join(masks.frame.filter(pl.col("loss_mask").list.sum() > 0), on=_ROW, how="semi")
+    return dict(pl.concat([whole, remaining]).select("rollout_id", "step").rows()), masks
 
 
 def with_steps(rows: pl.DataFrame, groups: Sequence[Mapping[str, Any]], trained: Mapping[str, int]) -> pl.DataFrame:
