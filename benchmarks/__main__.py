@@ -31,7 +31,7 @@ QUESTIONS = {
     "agent_wire": 120,
     "data_plane": 240,
     "added_latency": 240,
-    "throughput": 600,
+    "throughput": 900,
     "campaign": 600,
 }
 """Each question and how many seconds it may take."""

@@ -1,8 +1,8 @@
 """Measure: alternating samples, medians with their intervals, ratios and growth.
 
 In: callables that time themselves and return seconds. Out: `Figure` and `Growth`, which is all that a question gives.
-Invariant: whatever is compared was sampled in turn (A B, B A, …) in one run on one machine, and a ratio is the median
-of the ratios of neighbouring samples, so that a machine that slows down slows both sides.
+Invariant: whatever is compared was sampled in turn (A B, B A, … and of three in every order) in one run on one machine,
+and a ratio is the median of the ratios of neighbouring samples, so that a machine that slows down slows both sides.
 Clocks: processor seconds where nothing is waited for (another program on the machine then disturbs little), wall
 seconds wherever a disk, a network or another process is waited for.
 """
@@ -10,23 +10,24 @@ seconds wherever a disk, a network or another process is waited for.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
 processor = time.process_time
 wall = time.perf_counter
 Sampler = Callable[[], float]
+Made = TypeVar("Made")
 
 RESAMPLES = 2_000
 
 
 @dataclass
 class Figure:
-    """One number with its 95 % interval. `target` is what it should reach, in words and as a bound in the same unit."""
+    """One number with its 95 % interval (None: measured once), and the bound that it should reach, in its unit."""
 
     name: str
     value: float | None
@@ -36,21 +37,32 @@ class Figure:
     at_least: float | None = None
     at_most: float | None = None
     note: str = ""
+    """What it is, or why it is what it is; the report shows it below the table."""
     kind: Literal["figure"] = "figure"
 
     @property
-    def met(self) -> bool | None:
-        """Whether the median reaches its target; None where there is none, or nothing was measured."""
+    def reached(self) -> Literal["yes", "within its interval", "no"] | None:
+        """Whether the bound is reached: by the whole interval, by some of it, by none of it.
+
+        None where there is no bound, or nothing was measured.
+        """
         if self.value is None or (self.at_least is None and self.at_most is None):
             return None
-        return (self.at_least is None or self.value >= self.at_least) and (
-            self.at_most is None or self.value <= self.at_most
-        )
+        ends = [self._fits(value) for value in (self.low, self.value, self.high) if value is not None]
+        return "yes" if all(ends) else "within its interval" if any(ends) else "no"
+
+    @property
+    def median_fits(self) -> bool:
+        """Whether the median alone satisfies the bound."""
+        return self.value is not None and self._fits(self.value)
+
+    def _fits(self, value: float) -> bool:
+        return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
 
 
 @dataclass
 class Growth:
-    """Seconds at several sizes, and the exponent e of seconds ~ size^e, fitted by least squares in logarithms.
+    """Median seconds at several sizes, and the exponent e of seconds ~ size^e, by least squares in logarithms.
 
     What is measured may be in another `unit`; the field keeps its name.
     """
@@ -80,14 +92,38 @@ def timed(function: Callable[[], Any], clock: Callable[[], float] = processor, r
     return sample
 
 
+def timed_on(
+    make: Callable[[], Made], function: Callable[[Made], Any], clock: Callable[[], float] = processor, repeats: int = 1
+) -> Sampler:
+    """As `timed`, but each call gets a thing of its own that `make` made before the clock was started."""
+
+    def sample() -> float:
+        made = [make() for _ in range(repeats)]
+        began = clock()
+        for one in made:
+            function(one)
+        return (clock() - began) / repeats
+
+    return sample
+
+
+def in_turn(names: Sequence[str], number: int) -> list[str]:
+    """The order of round `number`: turned by one place every other round, and played backwards in every second.
+
+    After 2 × len(names) rounds each has stood in each place twice; of three names all six orders were played once.
+    """
+    turned = number // 2 % len(names)
+    order = [*names[turned:], *names[:turned]]
+    return order[::-1] if number % 2 else order
+
+
 def alternate(sides: dict[str, Sampler], rounds: int) -> dict[str, np.ndarray]:
-    """`rounds` samples of every side, in turn, the order turned round each time; one sample of each is thrown away."""
+    """`rounds` samples of every side, in the orders of `in_turn`; one sample of each is thrown away before."""
     for sample in sides.values():
         sample()
     samples: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds):
-        names = list(sides) if number % 2 == 0 else list(reversed(sides))
-        for name in names:
+        for name in in_turn(list(sides), number):
             samples[name].append(sides[name]())
     return {name: np.array(values) for name, values in samples.items()}
 
@@ -97,6 +133,11 @@ def median(name: str, samples: Sequence[float] | np.ndarray, unit: str, scale: f
     values = np.asarray(samples, dtype=float) * scale
     low, high = _interval(values)
     return Figure(name, float(np.median(values)), unit, low, high, **fields)
+
+
+def medians(samples: Mapping[str, Sequence[float] | np.ndarray], sizes: Sequence[int]) -> list[float]:
+    """The median at each size, for `Growth`; samples are named by their size."""
+    return [float(np.median(samples[str(size)])) for size in sizes]
 
 
 def ratio(name: str, over: np.ndarray, under: np.ndarray, unit: str = "×", scale: float = 1.0, **fields: Any) -> Figure:

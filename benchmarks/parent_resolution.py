@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks import inputs
-from benchmarks.measure import Figure, Growth, Sampler, alternate, in_memory, median, processor, timed, wall
+from benchmarks.measure import Figure, Growth, Sampler, alternate, in_memory, median, medians, processor, timed, wall
 from benchmarks.reference import against_reference
 from workbench.ledger import LedgerStore, diagnose_drift
 from workbench.ledger.items import CallItems
@@ -124,7 +126,7 @@ def measure() -> list[Figure | Growth]:
             "look-up beside hashing the request",
             "rows in the ledger",
             [float(rows) for rows in ROWS],
-            [max(float(sorted(values)[len(values) // 2]), 1e-9) for values in beside],
+            [max(float(np.median(values)), 1e-9) for values in beside],
             note="Flat: the number of rows does not enter.",
         )
     )
@@ -134,17 +136,17 @@ def measure() -> list[Figure | Growth]:
             "diagnosis of a request that continues no call",
             "calls of the rollout",
             [float(calls) for calls in SIZES],
-            [float(min(diagnosing[str(calls)])) for calls in SIZES],
+            medians(diagnosing, SIZES),
             note="Most of it are the digests of the request's own items, two a call.",
         )
     )
-    grown = alternate({str(calls): rollout(calls, recording=False) for calls in SIZES}, rounds=3)
+    grown = alternate({str(calls): rollout(calls, recording=False) for calls in SIZES}, rounds=5)
     figures.append(
         Growth(
             "parent resolution, a whole rollout",
             "items hashed by contract",
             [float(sum(2 * number + 1 for number in range(calls))) for calls in SIZES],
-            [float(min(grown[str(calls)])) for calls in SIZES],
+            medians(grown, SIZES),
             note="Each request holds the whole history, so the items to hash grow with the square of the calls.",
         )
     )

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import inputs
-from benchmarks.measure import Sampler, in_memory, processor, timed, wall
+from benchmarks.measure import Sampler, in_memory, processor, timed, timed_on, wall
 
 
 def capture(calls: int, tokens: int) -> Sampler:
@@ -28,13 +28,18 @@ def capture(calls: int, tokens: int) -> Sampler:
 
 
 def verify(calls: int, tokens: int) -> Sampler:
-    """Verify and linearise what it captured itself."""
+    """Verify and linearise what it captured itself; receipt and snapshots are made anew for every run, untimed."""
     from nemo_gym.token_id_capture import staging
 
     _, _, staged, records = _captured(calls, tokens)
-    receipt = staging.RolloutReceipt.model_validate(inputs.receipt(records))
-    snapshots = [staging.StagedCallBaseSnapshot.model_validate(call.model_dump(exclude={"extras"})) for call in staged]
-    return timed(lambda: staging.verify_and_linearize(receipt, snapshots))
+    sent = staging.RolloutReceipt.model_validate(inputs.receipt(records)).model_dump_json()
+    rows = [json.dumps(call.model_dump(mode="json", exclude={"extras"})) for call in staged]
+
+    def fetch() -> tuple[Any, list[Any]]:
+        snapshots = [staging.StagedCallBaseSnapshot.model_validate(json.loads(row)) for row in rows]
+        return staging.RolloutReceipt.model_validate_json(sent), snapshots
+
+    return timed_on(fetch, lambda chain: staging.verify_and_linearize(*chain))
 
 
 def resolution(calls: int, recording: bool) -> Sampler:

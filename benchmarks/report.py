@@ -15,10 +15,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure import Figure
+from benchmarks.measure import Figure, unmeasured
 
 NOTEBOOK = Path(__file__).with_name("benchmarks.ipynb")
 HEAD = "| what | median | 95 % interval | target | reached |\n|---|---:|---|---|---|\n"
+REACHED = (
+    "*Reached*: **yes** where the whole interval satisfies the target, **no** where none of it does, *within its "
+    "interval* where the target lies inside it, so that this run does not tell; what the median alone says stands "
+    "beside it. A figure without an interval was measured once. Small numbers refer to the notes below a table.\n"
+)
 
 Question = dict[str, Any]
 
@@ -59,8 +64,11 @@ def measured_on(questions: dict[str, Question]) -> str:
 
 
 def table(questions: Iterable[Question]) -> str:
-    """The figures of some questions as one Markdown table; what could not be measured says why."""
-    return HEAD + "".join(f"{row}\n" for question in questions for row in _rows(question))
+    """The figures of some questions as one Markdown table, and their notes below it, numbered."""
+    notes: dict[str, int] = {}
+    rows = [_row(one, notes) for question in questions for one in _figures(question)]
+    below = "".join(f"{number}. {note}\n" for note, number in notes.items())
+    return HEAD + "".join(f"{row}\n" for row in rows) + (f"\n{below}" if below else "")
 
 
 def growth_table(questions: Iterable[Question]) -> str:
@@ -71,7 +79,7 @@ def growth_table(questions: Iterable[Question]) -> str:
         for question in questions
         for one in _growths(question)
     ]
-    head = "| what | size: number of | sizes | takes | fitted exponent | |\n|---|---|---|---|---:|---|\n"
+    head = "| what | size: number of | sizes | takes | fitted exponent | why |\n|---|---|---|---|---:|---|\n"
     return head + "".join(rows)
 
 
@@ -124,7 +132,7 @@ def report(directory: Path) -> None:
     questions = load(directory)
     text = (
         "# Benchmarks\n\nWritten by `make bench`; the notebook beside this file says what each figure means.\n\n"
-        f"{table(questions.values())}\n## Growth\n\n{growth_table(questions.values())}\n"
+        f"{REACHED}\n{table(questions.values())}\n## Growth\n\n{growth_table(questions.values())}\n"
         f"## Measured on\n\n{measured_on(questions)}"
     )
     (directory / "table.md").write_text(text)
@@ -148,26 +156,35 @@ def _growths(question: Question) -> Iterator[dict[str, Any]]:
     return (one for one in question["results"] if one["kind"] == "growth")
 
 
-def _rows(question: Question) -> Iterator[str]:
+def _figures(question: Question) -> Iterator[Figure]:
     if "failed" in question:
-        yield f"| {question['question']} | not measured | {question['failed'][:200]} | | |"
+        yield unmeasured(question["question"], "", question["failed"])
     for one in question["results"]:
         if one["kind"] == "figure":
-            yield _row(Figure(**one))
+            yield Figure(**one)
 
 
-def _row(one: Figure) -> str:
-    unit = "" if one.unit == "×" else f" {one.unit}"
-    if one.value is None:
-        value, interval = "not measured", one.note[:200]
-    else:
-        value = f"{_number(one.value)}{'×' if one.unit == '×' else unit}"
-        interval = "" if one.low is None or one.high is None else f"{_number(one.low)} – {_number(one.high)}"
+def _row(one: Figure, notes: dict[str, int]) -> str:
+    """A line of the table; its note goes to `notes`, note → number."""
+    name, unit = one.name, "×" if one.unit == "×" else f" {one.unit}"
+    if note := " ".join(one.note.split()):
+        name += f" <sup>{notes.setdefault(note, len(notes) + 1)}</sup>"
+    value = "not measured" if one.value is None else f"{_number(one.value)}{unit}"
+    interval = "" if one.low is None or one.high is None else f"{_number(one.low)} – {_number(one.high)}"
     target = (
         f"≥ {one.at_least:g}" if one.at_least is not None else f"≤ {one.at_most:g}" if one.at_most is not None else ""
     )
-    reached = {None: "", True: "yes", False: "**no**"}[one.met]
-    return f"| {one.name} | {value} | {interval} | {target} | {reached} |"
+    return f"| {name} | {value} | {interval} | {target} | {_reached(one)} |"
+
+
+def _reached(one: Figure) -> str:
+    match one.reached:
+        case "no":
+            return "**no**"
+        case "within its interval":
+            return f"within its interval (median: {'yes' if one.median_fits else 'no'})"
+        case verdict:
+            return verdict or ""
 
 
 def _number(value: float) -> str:

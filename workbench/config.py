@@ -318,6 +318,10 @@ def allowed_in_words(location: Sequence[int | str]) -> str:
 
 def _type_in_words(annotation: Any) -> str:
     origin = typing.get_origin(annotation)
+    if origin is typing.Annotated:  # a bounded type inside a union keeps its bounds there
+        kind, *metadata = typing.get_args(annotation)
+        inner = [each for item in metadata for each in getattr(item, "metadata", [item])]
+        return _type_in_words(kind) + _bounds_in_words(inner)
     if origin is typing.Literal:
         return "one of " + ", ".join(repr(choice) for choice in typing.get_args(annotation))
     if origin in (typing.Union, types.UnionType):

@@ -118,6 +118,8 @@ def test_origins_say_where_each_value_came_from(tmp_path):
         ("train.steps=true", "train.steps: expected a whole number ≥ 1, got True"),
         ('train.steps="3"', "train.steps: expected a whole number ≥ 1, got '3'"),
         ("train.learning_rate=.inf", "train.learning_rate: expected a number > 0.0"),
+        ("train.loss.tis_cap=abc", "train.loss.tis_cap: expected a number > 0.0 or null, got 'abc'"),
+        ("train.buffer_groups=0", "train.buffer_groups: expected a whole number ≥ 1 or null, got 0"),
         ("model.dtype=fp8", "model.dtype: expected one of 'bfloat16', 'float32', got 'fp8'"),
         ("train=3", "train: expected a section with steps"),
         ("name=a/b", "name: expected a text matching"),

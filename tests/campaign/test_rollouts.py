@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,6 +65,10 @@ def _settings(reward: Any, timeout_s: float) -> dict[str, Any]:
     }
 
 
+async def _returned(value: Any) -> Any:
+    return value
+
+
 PLAN = RolloutPlan("run", 0, 0, 0, Task("t", 0, {}))
 
 
@@ -100,6 +106,10 @@ async def test_rewards_that_never_come_cost_their_rollouts_the_vote_and_hold_nob
     [
         (ValueError("no number in it"), "its reward raised ValueError: no number in it"),
         (SystemExit(3), "its reward raised SystemExit: 3"),
+        (lambda: None, "reward() returned None, expected Reward(…)"),
+        (lambda: 0.5, "reward() returned a float, expected Reward(…)"),
+        (Reward("good", {}), "reward() returned Reward(total='good', components={}), and a reward and its parts are"),  # type: ignore[arg-type]
+        (Reward(1.0, None), "reward() returned Reward(total=1.0, components=None), and"),  # type: ignore[arg-type]
         (Reward(float("nan"), {}), "a reward is a finite number"),
         (Reward(1.0, {"form": float("inf")}), "a reward is a finite number"),
     ],
@@ -129,6 +139,13 @@ async def test_a_reward_that_is_none_costs_its_rollout_the_vote_and_not_the_run(
         ),
         (lambda client: asyncio.to_thread(int, "x"), 60.0, "the agent raised ValueError: invalid literal"),
         (lambda client: sys.exit(3), 60.0, "the agent raised SystemExit: 3"),
+        (lambda client: _returned(None), 60.0, "run() returned None, expected AgentResult(…)"),
+        (lambda client: _returned(7), 60.0, "run() returned an int, expected AgentResult(…)"),
+        (
+            lambda client: _returned(AgentResult(client, [])),
+            60.0,
+            "run() returned an AgentResult whose response is a",
+        ),
     ],
 )
 async def test_an_agent_that_fails_costs_its_rollout_the_vote_and_not_the_run(
@@ -147,3 +164,27 @@ async def test_an_agent_that_fails_costs_its_rollout_the_vote_and_not_the_run(
     await player.close()
     assert (outcome.failure, outcome.reward) == (Cause.ROLLOUT_FAILED, 0.0)
     assert outcome.detail is not None and outcome.detail.startswith(says)
+
+
+async def test_what_a_reward_or_an_agent_raises_is_told_with_the_line_of_ones_own_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def score(text: str) -> Reward:
+        return Reward(float(json.loads(text)["score"]))
+
+    here, line = Path(__file__).name, score.__code__.co_firstlineno + 1
+    player = captured(lambda: score("{}"), timeout_s=5.0)
+    outcome = await player.play(PLAN)
+    assert outcome.detail == f"its reward raised KeyError: 'score' at {here}:{line}"
+    # What raises is the library; who called it is told.
+    player = captured(lambda: score("no JSON"), timeout_s=5.0)
+    detail = (await player.play(PLAN)).detail
+    assert detail is not None and "JSONDecodeError" in detail and detail.endswith(f" at {here}:{line}")
+
+    async def run(self: Scoring, client: Any, model: str, task: Task, rng: Any) -> AgentResult:
+        return score("{}")  # type: ignore[return-value]
+
+    monkeypatch.setattr(Scoring, "run", run)
+    outcome = await player.play(PLAN)
+    assert outcome.detail == f"the agent raised KeyError: 'score' at {here}:{line}"
+    await player.close()

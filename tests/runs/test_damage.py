@@ -69,7 +69,8 @@ def test_a_log_that_is_lost_is_named_of_a_finished_run(tmp_path, log, what):
     valid = rollouts.filter(sample_mask=1).height
     if log == "groups":
         for view in (RewardCurve(run), CaptureRate(run)):
-            assert view.sentence().endswith(f"the step of none of {valid} valid rollouts is known")
+            view.figure()
+            assert view.sentence().endswith(f"the step of none of {valid} trained rollouts is known")
     (path / "status.json").write_text('{"status": "killed", "run": "lost"}')
     assert runs.open(path).damage == []  # it may have been stopped before
 

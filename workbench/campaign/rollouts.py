@@ -14,16 +14,19 @@ import asyncio
 import contextlib
 import math
 import random
+import sysconfig
 import threading
 import time
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import openai
 
-from workbench.campaign.environments import AgentResult, Environment, Task
+from workbench.campaign.environments import AgentResult, Environment, Reward, Task
 from workbench.errors import LedgerCorrupt
 from workbench.finalizer.messages import RolloutOutcome
 from workbench.gateway.client import ControlClient
@@ -31,6 +34,11 @@ from workbench.ledger.receipts import OnNoWitness, assemble_receipt
 from workbench.wire import Cause, RolloutManifest
 
 T = TypeVar("T")
+_NOT_OWN = (
+    Path(__file__).parents[1],
+    *(Path(sysconfig.get_path(kind)) for kind in ("stdlib", "purelib", "platlib")),
+)
+"""Where code lies that a person who writes an environment has not written."""
 
 
 @dataclass(frozen=True)
@@ -99,10 +107,15 @@ class AgentRunner(ABC):
     def _score(self, plan: RolloutPlan, result: AgentResult) -> tuple[float, dict[str, float], str | None]:
         try:
             reward = self._environment.reward(plan.task, result)
+        except BaseException as error:  # `exit()` too: this thread is the reward's alone
+            return 0.0, {}, f"its reward raised {_raised(error)}"
+        if not isinstance(reward, Reward):
+            return 0.0, {}, f"reward() returned {_a(reward)}, expected Reward(…)"
+        try:
             total = float(reward.total)
             components = {name: float(part) for name, part in reward.components.items()}
-        except BaseException as error:  # `exit()` too: this thread is the reward's alone
-            return 0.0, {}, f"its reward raised {type(error).__name__}: {error}"
+        except Exception as error:
+            return 0.0, {}, f"reward() returned {reward!r:.200}, and a reward and its parts are numbers: {error}"
         if not all(math.isfinite(value) for value in (total, *components.values())):
             return 0.0, {}, f"its reward is {total}, with the parts {components}; a reward is a finite number"
         return total, components, None
@@ -121,7 +134,12 @@ class AgentRunner(ABC):
             return None, f"the agent's call failed: {type(error).__name__}: {error}"
         except (Exception, SystemExit) as error:
             # An agent is code that we did not write: whatever it raises makes this rollout data, not a crash.
-            return None, f"the agent raised {type(error).__name__}: {error}"
+            return None, f"the agent raised {_raised(error)}"
+        if not isinstance(result, AgentResult):
+            return None, f"run() returned {_a(result)}, expected AgentResult(…)"
+        if not isinstance(result.response, dict | None):
+            expected = "the served object as JSON (`model_dump(mode='json')`) or None"
+            return None, f"run() returned an AgentResult whose response is {_a(result.response)}, expected {expected}"
         return result, result.error
 
 
@@ -179,6 +197,21 @@ class RolloutPlayer(AgentRunner):
             reward_components=components,
             duration_s=time.monotonic() - started,
         )
+
+
+def _raised(error: BaseException) -> str:
+    """`KeyError: 'score' at my_env.py:31`, the place being the deepest one that neither Python nor a package has."""
+    # The first frame is ours. The one that we called counts where all are of packages: that is where theirs begins.
+    called = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if not frame.filename.startswith("<")]
+    own = [frame for frame in called if not any(Path(frame.filename).is_relative_to(place) for place in _NOT_OWN)]
+    place = [f" at {Path(frame.filename).name}:{frame.lineno}" for frame in (own or called[:1])[-1:]]
+    return f"{type(error).__name__}: {error}{''.join(place)}"
+
+
+def _a(value: Any) -> str:
+    """What came in place of what was expected: `None`, `a float`, `an int`."""
+    kind = type(value).__name__
+    return "None" if value is None else f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
 
 
 def _in_own_thread(work: Callable[[], T]) -> asyncio.Future[T]:
