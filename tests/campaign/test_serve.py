@@ -177,6 +177,10 @@ def test_the_terminal_may_be_named_by_response_or_call(served: Served) -> None:
     assert done.stdout.count("stored as group pair") == 2
     group = runs.open(served.run_dir).groups.filter(group_id="pair")
     assert group["rows"].to_list() == [2]
+    # Closed without a reward: not known, and so never zero.
+    rollouts = runs.open(served.run_dir).rollouts.filter(group_id="pair")
+    assert rollouts["reward"].to_list() == [None, None] and group["reward_mean"].to_list() == [None]
+    assert runs.open(served.run_dir).receipt("named.1").reward is None
 
 
 def test_a_rejected_rollout_says_why_and_where(served: Served) -> None:

@@ -215,6 +215,16 @@ async def test_metrics_count_all_calls_and_pool_by_sums():
     assert FinalizedGroup.model_validate(group.model_dump(mode="json")) == group
 
 
+async def test_a_valid_row_without_a_reward_has_none_and_is_in_no_mean():
+    chains = [chain(i) for i in range(3)]
+    made = await run([outcome(0, chains[0], reward=None), outcome(1, chains[1]), outcome(2, chains[2])], chains)
+    assert [row.reward for row in made.rows] == [summary.reward for summary in made.summaries] == [None, 1.0, 1.0]
+    assert [made.metrics.rates()[name] for name in ("reward_mean", "reward_std")] == [1.0, 0.0]
+    assert (made.metrics.valid_rows, made.metrics.unrewarded_rows) == (3, 1)
+    alone = await run([outcome(0, chains[0], reward=None)], chains[:1])
+    assert alone.metrics.rates()["reward_mean"] is None
+
+
 async def test_a_group_of_placeholders_only_has_no_rates_and_no_nan():
     made = await run([RolloutOutcome(rollout_id="run.0.0.0", index=0)], [])
     assert made.metrics.rates()["reward_mean"] is None and made.metrics.rates()["token_in_rate"] is None

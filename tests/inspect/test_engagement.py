@@ -73,6 +73,18 @@ def test_a_first_row_of_other_tokens_is_named(run_dir):
     assert verdict(run_dir) == "Capture is NOT on: first verified chain"
 
 
+def test_where_no_rollout_was_verified_it_cannot_be_shown_and_is_not_denied(run_dir):
+    for part in (run_dir / "rows").glob("*.parquet"):
+        rewrite(part, cause="rollout_failed", sample_mask=0)
+    calls = runs.open(run_dir).calls
+    staged = int((calls["disposition"] == "staged").sum())
+    said = f"no rollout was verified; calls staged {staged:,} of {calls.height:,}"
+    assert verdict(run_dir) == f"Capture cannot be shown to be on: {said}"
+    for part in (run_dir / "calls").glob("*.parquet"):
+        rewrite(part, disposition="failed", staging=None)
+    assert verdict(run_dir).startswith("Capture is NOT on: calls staged")
+
+
 def test_the_echo_arm_says_that_nothing_is_staged(run_dir):
     recipe = yaml.safe_load((run_dir / "recipe.yaml").read_text())
     recipe["token_capture"]["enabled"] = False

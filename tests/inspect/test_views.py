@@ -6,12 +6,13 @@ import json
 import re
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import polars as pl
 import pytest
 from PIL import Image
-from stored_run import StoredRun, make_run
+from stored_run import StoredRun, make_run, rewrite_json_line
 
 from workbench import runs
 from workbench.demo import recorded_run
@@ -334,6 +335,30 @@ def test_an_empty_run_has_pictures_that_say_why_they_are_empty(tmp_path):
     for view in (PrefixChain, TokenStrip):
         shown = look(view, run, None)
         assert not shown and "has no calls yet" in repr(shown) and shown.snapshot().png is None
+
+
+def test_a_run_that_trained_nothing_shows_its_rollouts_and_rewards(tmp_path):
+    stored = StoredRun(tmp_path / "served")
+    stored.group(1, 0, ["plain", "plain", "edit"])
+    run_dir = stored.finish()
+    rewrite_json_line(run_dir / "groups.jsonl", 0, {"step": None})
+    run = runs.open(run_dir)
+    assert repr(CaptureRate(run)) == "Capture over steps · no step yet · 2 of 3 rollouts valid"
+    view = RewardCurve(run)
+    rewards = run.rollouts.filter(sample_mask=1)["reward"]
+    mean = f"mean {rewards.mean():.3f} of 2 with a reward"
+    assert repr(view) == f"Reward · 2 valid rollouts, none trained · {mean}"
+    assert all(f"{reward:.3f}" in view.html() for reward in rewards)
+    (dots,) = view.draw().axes[0].collections
+    assert dots.get_offsets()[:, 1].tolist() == rewards.to_list()
+
+
+def test_valid_rollouts_without_a_reward_are_no_empty_run():
+    frame = pl.DataFrame({"rollout_id": ["my-1"], "sample_mask": [1], "group_id": ["my-1"], "index": [0]})
+    frame = frame.with_columns(reward=pl.lit(None, pl.Float64), step=pl.lit(None, pl.Int64))
+    view = RewardCurve(SimpleNamespace(rollouts=frame))
+    assert repr(view) == "Reward · 1 valid rollout, none trained · no reward given"
+    assert view.draw().axes[0].texts[0].get_text() == "1 valid rollout, and no reward was given"
 
 
 def test_a_run_without_rejections_says_so(tmp_path):

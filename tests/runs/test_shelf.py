@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
+
+import orjson
 
 from workbench import demo
+from workbench.campaign.listing import list_lines
 from workbench.runs.shelf import overview, run_directories
 
 
@@ -28,6 +32,16 @@ def test_a_run_with_a_damaged_part_is_listed_with_what_is_left_out(tmp_path):
         "done",
         f"1 damaged part left out (calls/{part.name} is not a readable part of table calls)",
     )
+
+
+def test_a_served_run_has_no_step_of_a_plan_to_train(tmp_path):
+    run = Path(shutil.copytree(demo.recorded_run(), tmp_path / "served"))
+    status = orjson.loads((run / "status.json").read_bytes())
+    (run / "status.json").write_bytes(orjson.dumps({**status, "command": "serve"}))
+    (run / "steps.jsonl").write_bytes(b"")
+    table = overview([run])
+    assert table.select("step", "steps").row(0) == (None, None)
+    assert list_lines(table)[1].split()[3] == "–"
 
 
 def test_a_run_itself_is_a_shelf_of_one(tmp_path):

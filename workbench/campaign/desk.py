@@ -142,7 +142,7 @@ class ReceiptDesk:
             declared_response_id=None if named is None else response_id_of(manifest.records, named),
         )
         return RolloutOutcome(
-            rollout_id=rollout_id, index=index, receipt=receipt, failures=manifest.failures, reward=reward or 0.0
+            rollout_id=rollout_id, index=index, receipt=receipt, failures=manifest.failures, reward=reward
         )
 
 

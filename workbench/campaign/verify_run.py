@@ -191,12 +191,13 @@ class _Group:
                 self._differs(file, row["rollout_id"], row["model_call_id"], what)
 
     def _verify_rewards(self, outcomes: list[RolloutOutcome]) -> None:
-        """A receipt's reward is the outcome's; one that was closed without a reward counts as 0."""
+        """A receipt's reward is the outcome's; older runs stored 0 for one that was closed without a reward."""
         for outcome in outcomes:
             if outcome.receipt is None:
                 continue
             self.report.receipts += 1
-            if (outcome.receipt.reward or 0.0) != outcome.reward:
+            given = outcome.receipt.reward
+            if outcome.reward != given and not (given is None and outcome.reward == 0.0):
                 what = f"the receipt's reward is {outcome.receipt.reward}, the outcome's {outcome.reward}"
                 self._differs(f"receipts/{self.name}.jsonl", outcome.rollout_id, None, what)
 

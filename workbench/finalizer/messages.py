@@ -25,7 +25,8 @@ class RolloutOutcome(_Message):
     """One rollout as the controller saw it end.
 
     `receipt` None means that none was assembled, `failure` then says why; `failures` are the manifest's calls without a
-    custody row, which a receipt does not carry. `reward` and its parts are the environment's.
+    custody row, which a receipt does not carry. `reward` and its parts are the environment's; None: nobody gave
+    one.
     """
 
     rollout_id: str
@@ -35,7 +36,7 @@ class RolloutOutcome(_Message):
     failures: list[ManifestFailure] = Field(default_factory=list)
     failure: Cause | None = None
     detail: str | None = None
-    reward: float = Field(default=0.0, allow_inf_nan=False)
+    reward: float | None = Field(default=None, allow_inf_nan=False)
     reward_components: dict[str, float] = Field(default_factory=dict)
     duration_s: float | None = None
 
@@ -69,7 +70,7 @@ class RowSummary(_Message):
     index: int
     task_id: str | None
     sample_mask: int
-    reward: float
+    reward: float | None
     prompt_len: int
     tokens: int
     sampled_tokens: int

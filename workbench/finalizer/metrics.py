@@ -36,6 +36,7 @@ class GroupMetrics(BaseModel):
 
     rows: int = 0
     valid_rows: int = 0
+    unrewarded_rows: int = 0
     tokens: int = 0
     sampled_tokens: int = 0
     reward_sum: float = 0.0
@@ -57,8 +58,9 @@ class GroupMetrics(BaseModel):
 
     def rates(self) -> dict[str, Any]:
         """Everything that is a share or a mean; None where its denominator is 0."""
-        mean = _share(self.reward_sum, self.valid_rows)
-        variance = None if mean is None else max(0.0, self.reward_square_sum / self.valid_rows - mean * mean)
+        rewarded = self.valid_rows - self.unrewarded_rows
+        mean = _share(self.reward_sum, rewarded)
+        variance = None if mean is None else max(0.0, self.reward_square_sum / rewarded - mean * mean)
         selections = self.terminal_selection_counts
         return {
             "reward_mean": mean,
@@ -95,14 +97,16 @@ def group_metrics(
     records = [record for receipt in receipts for record in receipt.manifest]
     failures = [failure for outcome in outcomes for failure in outcome.failures]
     valid = [row for row in summaries if row.sample_mask]
+    rewards = [row.reward for row in valid if row.reward is not None]
     disagreement = Cause.WITNESS_DISAGREEMENT.value
     return GroupMetrics(
         rows=len(summaries),
         valid_rows=len(valid),
         tokens=sum(row.tokens for row in valid),
         sampled_tokens=sum(row.sampled_tokens for row in valid),
-        reward_sum=math.fsum(row.reward for row in valid),
-        reward_square_sum=math.fsum(row.reward * row.reward for row in valid),
+        unrewarded_rows=len(valid) - len(rewards),
+        reward_sum=math.fsum(rewards),
+        reward_square_sum=math.fsum(reward * reward for reward in rewards),
         calls=len(records) + len(failures),
         token_in_calls=sum(record.mode == "token_in" for record in records),
         root_calls=sum(record.mode == "text" for record in records),

@@ -38,7 +38,7 @@ class GroupRow:
     rollout_id: str
     group_id: str
     index: int
-    reward: float
+    reward: float | None
     reward_components: dict[str, float]
     sample_mask: int
     prompt_len: int

@@ -3,7 +3,8 @@
 Five things are looked for: the start-up probe read its two staged calls back; calls were acknowledged as staged; their
 deltas came out of TransferQueue again when their groups were finalised; no finished rollout has an empty manifest; and
 of the first verified rollout the trained row's tokens hash to what its terminal call promised.
-Invariant: the verdict is `engaged` only when all of them hold. Not here: verifying every digest (campaign.verify_run).
+Invariant: the verdict is `engaged` only when all of them hold, and `NOT on` only where one speaks against it.
+Not here: verifying every digest (campaign.verify_run).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from workbench.inspect.snapshot import StaticView
 from workbench.wire import Cause, hash_token_ids
 
 _ECHO_CHARACTERS = 160
+NONE_VERIFIED = "no rollout was verified"
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,14 @@ class Engagement(StaticView):
         if not missing:
             return "Capture is on: " + ", ".join(f"{each.what} {each.found}" for each in self.evidence[1:4])
         unknown = all(each.holds is None for each in self.evidence if not each.holds)
+        if unknown and self.evidence[-1].found == NONE_VERIFIED:
+            return (
+                f"Capture cannot be shown to be on: {NONE_VERIFIED}; {self.evidence[1].what} {self.evidence[1].found}"
+            )
         return f"Capture is {'not shown to be on yet' if unknown else 'NOT on'}: {', '.join(missing)}"
 
     def html(self) -> str:
-        marks = {True: "yes", False: "NO", None: "not yet"}
+        marks = {True: "yes", False: "NO", None: "not shown"}
         rows: list[list[markup.Cell | str]] = [
             [each.what, markup.Cell(marks[each.holds], strong=each.holds is False), each.found]
             for each in self.evidence
@@ -109,7 +115,7 @@ class Engagement(StaticView):
         what = "first verified chain"
         verified = self._run.rollouts.filter(pl.col("verified"))
         if verified.is_empty():
-            return Evidence(what, "no rollout has been verified yet", None if self._run.rollouts.is_empty() else False)
+            return Evidence(what, "no rollout yet" if self._run.rollouts.is_empty() else NONE_VERIFIED, None)
         rollout = verified.row(0, named=True)
         tokens: pl.DataFrame = self._run.tokens(rollout["rollout_id"])
         terminal = self._run.calls.filter(pl.col("model_call_id") == rollout["terminal_model_call_id"])

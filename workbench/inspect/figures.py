@@ -1,7 +1,8 @@
 """Figures: a campaign over its steps, read from the run store.
 
 `CaptureRate`: did the calls continue recorded prefixes, and how many rows of each step could be trained on.
-`RewardCurve`: what the policy earned, every valid rollout a dot, the step's mean a line.
+`RewardCurve`: what the policy earned, every valid rollout a dot, the step's mean a line. Of a run that trained nothing,
+as a served one, both show what was finalised.
 Every number in a picture also stands in the table under it. Not here: causes (tables), log-probs (logprobs).
 """
 
@@ -28,12 +29,15 @@ from workbench.inspect.style import (
     step_ticks,
 )
 
+_SHOWN = 40
+
 
 class CaptureRate(StaticView):
     """token_in rate and valid rows over steps. `run` is anything with `.steps` and `.rollouts` frames."""
 
     def __init__(self, run: Any) -> None:
         rollouts: pl.DataFrame = run.rollouts
+        self.finalised, self.valid = rollouts.height, int((rollouts["sample_mask"] == 1).sum())
         rows = rollouts.group_by("step").agg(
             pl.len().cast(pl.Int64).alias("rows_seen"), (pl.col("sample_mask") == 1).sum().cast(pl.Int64).alias("valid")
         )
@@ -46,7 +50,8 @@ class CaptureRate(StaticView):
 
     def sentence(self) -> str:
         if self.steps.is_empty():
-            return "Capture over steps · no step yet"
+            said = f" · {self.valid:,} of {markup.count(self.finalised, 'rollout')} valid" if self.finalised else ""
+            return f"Capture over steps · no step yet{said}"
         rows, valid = int(self.steps["rows_seen"].sum()), int(self.steps["valid"].sum())
         rate = self.steps["token_in_rate_after_roots"].mean()
         said = "not recorded" if rate is None else f"{rate:.4g}"
@@ -56,12 +61,12 @@ class CaptureRate(StaticView):
         )
 
     def draw(self) -> Figure:
-        figure, (rates, rows) = panels(4.2, rows=2, height_ratios=[1.1, 1])
         steps = self.steps["step"].to_list()
         if not steps:
-            say_nothing_to_show(rates, "no optimiser step has been recorded yet")
-            say_nothing_to_show(rows, "no rows yet")
+            figure, (empty,) = panels(0.9)
+            say_nothing_to_show(empty, "no optimiser step has been recorded")
             return figure
+        figure, (rates, rows) = panels(4.2, rows=2, height_ratios=[1.1, 1])
         for name, label, colour, marker, style in (
             ("token_in_rate_after_roots", "after roots", BLUE, "o", "-"),
             ("token_in_rate", "all calls (roots are text)", SAMPLED, "s", "--"),
@@ -116,11 +121,10 @@ class RewardCurve(StaticView):
     """Reward over steps: one dot a valid rollout, the mean as a line, one standard deviation as a band."""
 
     def __init__(self, run: Any) -> None:
-        self.rollouts = (
-            run.rollouts.filter((pl.col("sample_mask") == 1) & pl.col("reward").is_not_null())
-            .drop_nulls("step")
-            .sort("step", "group_id", "index")
-        )
+        valid: pl.DataFrame = run.rollouts.filter(pl.col("sample_mask") == 1)
+        self.rollouts = valid.drop_nulls(["step", "reward"]).sort("step", "group_id", "index")
+        self.untrained = valid.select("rollout_id", "reward") if self.rollouts.is_empty() else valid.clear()
+        """Valid rollouts of a run of which no step has trained any; their reward is null where none was given."""
         self.steps = (
             self.rollouts.group_by("step")
             .agg(
@@ -133,6 +137,10 @@ class RewardCurve(StaticView):
         )
 
     def sentence(self) -> str:
+        if self.untrained.height:
+            rewards = self.untrained["reward"].drop_nulls().to_numpy()
+            mean = f"mean {rewards.mean():.3f} of {rewards.size:,} with a reward" if rewards.size else "no reward given"
+            return f"Reward · {markup.count(self.untrained.height, 'valid rollout')}, none trained · {mean}"
         if self.steps.is_empty():
             return "Reward over steps · no valid rollout yet"
         first, last = self.steps["mean"][0], self.steps["mean"][-1]
@@ -142,11 +150,10 @@ class RewardCurve(StaticView):
         )
 
     def draw(self) -> Figure:
-        figure, (ax,) = panels(3.1)
         steps = self.steps["step"].to_list()
         if not steps:
-            say_nothing_to_show(ax, "no valid rollout has been finalised yet")
-            return figure
+            return self._draw_untrained()
+        figure, (ax,) = panels(3.1)
         mean, std = self.steps["mean"].to_numpy(), self.steps["std"].to_numpy()
         xs: list[float] = []
         for rows in self.steps["rows"].to_list():
@@ -180,7 +187,32 @@ class RewardCurve(StaticView):
         step_ticks(ax, steps)
         return figure
 
+    def _draw_untrained(self) -> Figure:
+        """A dot a valid rollout, in their order; a sentence where there is none with a reward."""
+        rewards = self.untrained["reward"].to_list()
+        if all(reward is None for reward in rewards):
+            figure, (ax,) = panels(0.9)
+            said = f"{markup.count(len(rewards), 'valid rollout')}, and no reward was given" if rewards else ""
+            say_nothing_to_show(ax, said or "no valid rollout has been finalised yet")
+            return figure
+        figure, (ax,) = panels(3.1)
+        at = list(range(1, len(rewards) + 1))
+        values = [np.nan if reward is None else reward for reward in rewards]
+        ax.scatter(at, values, s=22, facecolor="none", edgecolor=BLUE, lw=1.2)
+        ax.set_title("reward of each valid rollout; none was trained")
+        ax.set_xlabel("rollout, in the order of the table")
+        step_ticks(ax, at)
+        return figure
+
     def html(self) -> str:
+        if self.untrained.height:
+            shown = [
+                [row["rollout_id"], _number(row["reward"], ".3f")] for row in self.untrained.head(_SHOWN).to_dicts()
+            ]
+            parts = [markup.line(self.sentence(), strong=True), markup.table(("rollout", "reward"), shown)]
+            if self.untrained.height > _SHOWN:
+                parts.append(markup.line(f"The first {_SHOWN} of {self.untrained.height:,}", muted=True))
+            return markup.block(*parts)
         rows = [
             [
                 _number(row["step"], "d"),

@@ -26,6 +26,7 @@ EVENTS = (
 )
 
 _COUNTS = (
+    C("unrewarded_rows", "i64", "", "valid rows without a reward, as a served rollout may be closed"),
     C("reward_sum", "f64", "", "sum of valid rewards"),
     C("reward_square_sum", "f64", "", "sum of their squares"),
     C("token_in_calls", "i64", "", "calls that continued recorded tokens"),

@@ -23,7 +23,7 @@ COLUMNS = {
     "run": pl.String,
     "status": pl.String,  # done, failed, killed, running, unreadable
     "resumed": pl.Int64,  # how often it was stopped and gone on with
-    "step": pl.Int64,
+    "step": pl.Int64,  # null, as `steps` is, of a served run: nothing is trained there
     "steps": pl.Int64,  # what its recipe asks for
     "reward": pl.Float64,  # mean of the last step
     "token_in_rate": pl.Float64,  # of all calls, roots and failed ones too
@@ -61,12 +61,13 @@ def _read(run: reader.Run) -> dict[str, Any]:
     campaign, steps, calls, rollouts = run.campaign.row(0, named=True), run.steps, run.calls, run.rollouts
     token_in = int((calls["mode"] == "token_in").sum())
     roots = int((calls["mode"] == "text").sum())
+    served = run.status.get("command") == "serve"
     return {
         "run": run.name,
         "status": _WORDS[campaign["state"]],
         "resumed": int(run.status.get("resumed") or 0),
-        "step": steps["step"].max() or 0,
-        "steps": (run.recipe.get("train") or {}).get("steps"),
+        "step": None if served else steps["step"].max() or 0,
+        "steps": None if served else (run.recipe.get("train") or {}).get("steps"),
         "reward": steps.sort("step")["reward_mean"][-1] if steps.height else None,
         "token_in_rate": token_in / calls.height if calls.height else None,
         "token_in_rate_after_roots": token_in / (calls.height - roots) if calls.height > roots else None,
