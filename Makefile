@@ -31,6 +31,8 @@ help: ## this list
 setup: ## environment and packages
 	@if [ -z "$(PYTHON)" ]; then echo "set-up: no Python 3.11 to 3.14 found;" \
 		"on Debian: apt-get install python3 python3-venv, or name one: make PYTHON=/path/to/python3" >&2; exit 2; fi
+	@if ! "$(PYTHON)" -c "" 2>/dev/null; then echo "set-up: PYTHON=$(PYTHON) is no Python that runs;" \
+		"name another one: make PYTHON=/path/to/python3" >&2; exit 2; fi
 	@"$(PYTHON)" tools/set_up.py --extras "$(EXTRAS)"
 
 models: setup ## the models, built once

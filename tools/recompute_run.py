@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
@@ -35,6 +36,8 @@ BOUNDS = {
 }
 """Largest |stored - recomputed|. Sums in float32 and float64 differ by the loss's; log-probs in nat."""
 
+TOKEN_ARRAYS = ("token_ids", "token_mask", "logprobs", "loss_mask", "trainer_logprobs")
+
 
 @dataclass
 class Comparison:
@@ -42,16 +45,29 @@ class Comparison:
 
     worst: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BOUNDS, 0.0))
     count: dict[str, int] = field(default_factory=lambda: dict.fromkeys(BOUNDS, 0))
+    beyond: dict[str, list[int]] = field(default_factory=lambda: {what: [] for what in BOUNDS})
+    """Steps in which a difference is beyond its bound."""
+    step: int = 0
 
     def see(self, what: str, stored: Any, recomputed: Any) -> None:
         difference = np.abs(np.asarray(stored, float) - np.asarray(recomputed, float))
+        if not np.all(difference <= BOUNDS[what]) and self.step not in self.beyond[what]:
+            self.beyond[what].append(self.step)
         # Kept where it is no number: a NaN in a record equals nothing.
         self.worst[what] = float(np.max([self.worst[what], *np.ravel(difference)]))
         self.count[what] += difference.size
 
     @property
     def ok(self) -> bool:
-        return all(self.worst[what] <= bound for what, bound in BOUNDS.items())
+        return not any(self.beyond.values())
+
+
+def read_part(path: Path) -> list[dict[str, Any]]:
+    """The rows of a Parquet part; ends with a sentence where it cannot be read."""
+    try:
+        return pq.read_table(path).to_pylist()
+    except (OSError, pa.ArrowException) as error:
+        raise SystemExit(f"{path} cannot be read: {' '.join(str(error).split())}") from None
 
 
 def advantages(rewards: list[float], groups: list[str], votes: list[bool], chosen: dict[str, Any]) -> list[float]:
@@ -122,7 +138,7 @@ def recorded_routes(run: Path) -> dict[tuple[str, str], np.ndarray]:
     """Routed experts (tokens, layers, topk) of every call that has some, by rollout and call id."""
     found = {}
     for path in sorted((run / "calls").glob("*.parquet")):
-        for call in pq.read_table(path).to_pylist():
+        for call in read_part(path):
             if call.get("routes") is not None:
                 _, dtype, shape, _ = json.loads(call["extras"])["routed_experts"].split(":")
                 values = np.frombuffer(call["routes"], dtype=np.dtype(dtype).newbyteorder("<"))
@@ -199,14 +215,24 @@ def recompute(run: Path, model: Path | None = None) -> Comparison:
     recipe = yaml.safe_load((run / "recipe.yaml").read_text())
     stored: dict[str, dict[str, Any]] = {}
     for path in sorted((run / "rows").glob("*.parquet")):
-        stored |= {row["rollout_id"]: row for row in pq.read_table(path).to_pylist()}
+        stored |= {row["rollout_id"]: row for row in read_part(path)}
     replays = (recipe["train"].get("router_replay") or {}).get("mode", "none") != "none"
     recorded = recorded_routes(run) if replays else {}
     result = Comparison()
     for line in (run / "steps.jsonl").read_text().splitlines():
         step = json.loads(line)
-        part = pq.read_table(run / "train" / f"step-{step['step']}.parquet").to_pylist()
+        result.step = step["step"]
+        part = read_part(run / "train" / f"step-{step['step']}.parquet")
+        lost = [record["rollout_id"] for record in part if record["rollout_id"] not in stored]
+        if lost:
+            raise SystemExit(f"step {step['step']} trained rollout {lost[0]}, and no part of rows/ has it")
         rows = [stored[record["rollout_id"]] | record for record in part]
+        for row in rows:
+            sizes = {name: len(row[name] or ()) for name in TOKEN_ARRAYS}
+            if len(set(sizes.values())) > 1:
+                raise SystemExit(
+                    f"step {step['step']}, rollout {row['rollout_id']}: arrays of different lengths, {sizes}"
+                )
         votes = [row["sample_mask"] == 1 for row in rows]
         masks, voted = loss_masks(rows, step["step"], recipe["train"])
         result.see("loss_mask", np.concatenate([row["loss_mask"] for row in rows]), np.concatenate(masks))
@@ -249,7 +275,10 @@ def main() -> int:
         parser.error(f"no run in {asked.run}: expected a directory such as reports/first, with a recipe.yaml")
     result = recompute(asked.run, asked.model)
     for what, bound in BOUNDS.items():
-        print(f"{what:24} {result.count[what]:7} values, largest difference {result.worst[what]:.2e} (bound {bound:g})")
+        steps = ", ".join(map(str, result.beyond[what]))
+        mark = f"  BEYOND its bound in step {steps}" if steps else ""
+        said = f"{result.count[what]:7} values, largest difference {result.worst[what]:.2e} (bound {bound:g}){mark}"
+        print(f"{what:24} {said}")
     return 0 if result.ok else 1
 
 

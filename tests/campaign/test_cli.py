@@ -120,6 +120,10 @@ def test_every_command_has_help_and_a_sentence():
         (("serve", "cpu_smoke", "token_capture.enabled=false"), "nothing to serve it for then; set it to true"),
         (("serve", "cpu_smoke", "ray.num_cpus=4", "finalizer.actors=2"), "ray.num_cpus 4, 6 actors"),
         (("recipe", "check", "cpu_smoke", "environment.name=x"), "no environment 'x'"),
+        (
+            ("recipe", "check", "cpu_smoke", "model.max_model_len=1000000"),
+            "was made for 8,192 positions; set it to 8192",
+        ),
         (("recipe", "show", "cpu_smoke", "x"), "expected key=value"),
     ],
 )
@@ -168,6 +172,26 @@ def test_recipe_show_gives_yaml_that_is_a_recipe_again(tmp_path):
 def test_recipe_check_passes_every_shipped_recipe():
     for name in ("cpu_smollm2", "cpu_misbehave", "serve_smollm2"):
         assert workbench("recipe", "check", name).stdout == f"{name}: good\n"
+
+
+def test_recipe_check_says_that_capture_is_off_and_that_a_model_is_not_here(tmp_path, capsys):
+    recipe = tmp_path / "minimal.yaml"
+    recipe.write_text("name: minimal\nmodel: {path: /nope}\nenvironment: {name: guess_number}\n")
+    assert ended("recipe", "check", str(recipe)) == 0
+    good, capture, model = capsys.readouterr().out.splitlines()
+    assert good == "minimal: good"
+    assert capture == "token capture is off (token_capture.enabled: false): this run samples by the echo arm"
+    assert model.startswith("model.path: no model at '/nope' on this machine; expected a folder with a config.json")
+    assert ended("recipe", "check", str(recipe), "token_capture.enabled=true", "model.path=tiny") == 0
+    assert capsys.readouterr().out == "minimal: good\n"
+
+
+def test_a_dry_run_that_finds_something_lacking_is_not_good(capsys):
+    assert ended("run", "cpu_smoke", "--dry-run", "model.path=/nope") == 2
+    said = capsys.readouterr()
+    assert "lacking    model.path: no model at '/nope'; expected a folder" in said.out
+    assert said.err == "workbench: cpu_smoke cannot run here: 1 lacking, see the end of the plan\n"
+    assert ended("run", "cpu_smoke", "--dry-run") == 0
 
 
 def test_doctor_names_a_port_in_use_with_its_key():

@@ -43,9 +43,10 @@ train:
 @pytest.mark.parametrize("name", CLUSTERED)
 def test_every_recipe_for_gpus_and_clusters_passes_check_and_dry_run(name):
     runner = CliRunner()
-    assert runner.invoke(main, ["recipe", "check", name]).output == f"{name}: good\n"
+    checked = runner.invoke(main, ["recipe", "check", name])
+    assert checked.exit_code == 0 and checked.output.startswith(f"{name}: good\n")
     done = runner.invoke(main, ["run", name, "--dry-run"])
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == (0 if "\nlacking    nothing on this machine" in done.output else 2), done.output
     assert done.output.startswith(f"Plan of {name}: nothing is started")
     for title in ("ray", "places", "processes", "paths", "commands", "lacking"):
         assert f"\n{title} " in done.output

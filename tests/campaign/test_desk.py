@@ -14,16 +14,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import polars as pl
 import pytest
+from stored_run import make_run
 
 from workbench import dataplane, runs
 from workbench.campaign import desk_socket
+from workbench.campaign.ask_receipt import verdict_text
 from workbench.campaign.call_lines import CallLines, Facts
-from workbench.campaign.desk import ReceiptDesk, response_id_of
+from workbench.campaign.desk import ReceiptDesk, Verdict, response_id_of
 from workbench.campaign.serve import _Session
 from workbench.config import load_recipe
 from workbench.errors import DeadlineExceeded, RunStoreError, SetupError, WorkbenchError
 from workbench.finalizer.messages import FinalizedGroup
+from workbench.inspect import PrefixChain
 from workbench.ledger import LedgerStore
 from workbench.runs.writer import RunWriter
 from workbench.wire import CallRecord, RolloutCommit
@@ -211,6 +215,18 @@ async def test_lines_of_a_ledger_that_is_not_there_yet_and_the_last_ones_are_sho
     store.record(RolloutCommit(rollout_id="my-1", record=row, staging_chain=[row.staging_key]), [], [])
     lines.last_look()
     assert len(shown) == 2 and lines.calls == 2
+
+
+def test_a_receipt_counts_calls_as_inspect_does(tmp_path: Path) -> None:
+    run = runs.open(make_run(tmp_path / "stored", steps=1))
+    row = run.rollouts.filter(pl.col("unresolved_calls") == 1).row(0, named=True)
+    verdict = Verdict.model_construct(
+        **dict.fromkeys(Verdict.model_fields)
+        | {"verified": False, "calls": row["calls"], "failed_calls": row["failed_calls"]}
+    )
+    total = row["calls"] + 1
+    assert f"calls     {total}, 1 of them failed\n" in verdict_text(verdict, tmp_path)
+    assert f"· {total} calls ·" in repr(PrefixChain(run, row["rollout_id"]))
 
 
 async def test_what_no_receipt_was_ever_asked_with_and_a_group_that_is_stored_are_refused(tmp_path: Path) -> None:

@@ -198,3 +198,33 @@ def test_what_cannot_be_resumed_is_said_in_one_line(run, tmp_path):
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"workbench: No run in {tmp_path}") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("part", "says"),
+    [
+        (f"rows/{LAST}.parquet", f"group {LAST} in .* cannot be read back"),  # waiting: it would be published again
+        ("rows/g00002.parquet", "group g00002 in .* cannot be read back"),  # its step would be taken again
+        ("train/step-3.parquet", "step-3.parquet"),
+    ],
+)
+def test_a_damaged_part_that_is_needed_to_go_on_is_named_before_anything_starts(run, part, says):
+    untake(run, 4)
+    with RunWriter(run) as writer:
+        writer.status(status="killed")
+    assert resumable(run).train.steps == 4
+    damaged = run / part
+    damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
+    with pytest.raises(RunStoreError, match=rf"{says}.*Next: workbench verify"):
+        resumable(run)
+
+
+def test_a_damaged_part_before_the_last_checkpoint_hinders_nobody(run):
+    untake(run, 4)
+    with RunWriter(run) as writer:
+        writer.status(status="killed")
+    (run / "rows" / "g00001.parquet").write_bytes(b"PAR1")
+    with pytest.raises(RunStoreError, match=r"Nothing was started: .*put it back from a copy"):
+        resumable(run)
+    (run / "checkpoints" / "step-2").mkdir(parents=True)
+    assert resumable(run).train.steps == 4

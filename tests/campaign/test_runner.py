@@ -162,7 +162,9 @@ def test_a_stopped_run_closes_itself_first_and_is_killed(tmp_path, number):
     assert (tmp_path / "run" / "closed").exists()
     assert case.executed.metadata.papermill.status == "killed"
     assert case.statuses()[-2:] == ["killed", "not run"]
-    assert signal.Signals(number).name in case.executed.cells[0].source
+    said = {signal.SIGINT: "stopped by Ctrl-C (SIGINT)", signal.SIGTERM: "stopped by SIGTERM"}[number]
+    assert case.executed.cells[0].source.endswith(f"> {said}")
+    assert orjson.loads((tmp_path / "run" / "status.json").read_bytes())["error"] == said
     assert orjson.loads((tmp_path / "run" / "status.json").read_bytes())["status"] == "killed"
     assert_gone(case.pids)
 

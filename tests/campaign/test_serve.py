@@ -190,7 +190,7 @@ def test_a_rejected_rollout_says_why_and_where(served: Served) -> None:
     done = served.receipt("bad.1", "--reward", "1")
     assert done.returncode == 1
     assert f"rejected, worker_capture_failed at call {line.split()[1]}" in done.stdout
-    assert "nonfinite_logprob" in done.stdout
+    assert "nonfinite_logprob" in done.stdout and "calls     1, 1 of them failed" in done.stdout
 
 
 @pytest.mark.parametrize(

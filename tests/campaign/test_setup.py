@@ -85,6 +85,44 @@ def test_make_without_a_python_says_which_one_to_install(checkout):
     assert "apt-get install" in done.stderr
 
 
+def test_make_with_a_python_that_is_none_says_so_in_a_sentence(checkout):
+    done = make("setup", "PYTHON=/no/such/python", cwd=checkout)
+    assert done.returncode != 0
+    said, *rest = done.stderr.splitlines()
+    name = "name another one: make PYTHON=/path/to/python3"
+    assert said == f"set-up: PYTHON=/no/such/python is no Python that runs; {name}"
+    assert len(rest) == 1 and rest[0].startswith("make: ***")
+
+
+def test_an_unknown_extra_is_refused_with_those_that_there_are(checkout):
+    done = make("setup", f"PYTHON={sys.executable}", "EXTRAS=cpu,foo", cwd=checkout)
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[0] == "set-up: unknown extra foo; there are cpu, gpu, dev"
+    assert not (checkout / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("lacking", "told"),
+    [
+        ([], "bringing the packages in .venv up to date (log: .venv/install.log)"),
+        (["torch", "polars"], "installing packages into .venv (about 5 GB, about 3 minutes; log: .venv/install.log)"),
+        (["polars", "ruff"], "installing polars, ruff into .venv (log: .venv/install.log)"),
+    ],
+)
+def test_what_an_installation_takes_is_said_where_it_takes_it(checkout, lacking, told):
+    # `.venv` has everything that this process has, except what the test takes away.
+    script = (
+        "import sys; sys.path[:0] = ['.', 'tools']; import set_up; set_up.PYTHON = sys.executable\n"
+        "there = set_up.missing(['pyyaml', 'prometheus-client', 'no-such-package'])\n"
+        "assert there == ['no-such-package'], there\n"
+        f"print(set_up.announced([*set_up.missing(set_up.packages('')), *{lacking}]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=checkout, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == f"{told}\n"
+
+
 @pytest.mark.parametrize(
     ("broken", "expected"),
     [

@@ -90,6 +90,48 @@ def test_of_very_many_rejected_rollouts_the_first_are_named_and_the_rest_counted
     assert summary.text().splitlines()[-1] == "    and 3 more (unresolved_parent 3), all in summary.json"
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the stored step's own mean over no token
+def test_a_run_in_which_every_rollout_was_rejected_trained_nothing_and_says_why(tmp_path):
+    stored = StoredRun(tmp_path / "run")
+    stored.step(1, [["edit"] * 3, ["edit"] * 3])
+    summary = summarise(stored.finish(), notebook=tmp_path / "run" / "n.ipynb", outcome=Outcome("done"), seconds=3.0)
+    head, first, following, *_ = summary.text().splitlines()
+    assert head == "Run run: done, but nothing was trained (3 s)"
+    said = "6 of 6 rollouts were rejected, 6 of them as unresolved_parent, most often: history_edited"
+    assert first == f"  nothing was trained        {said}"
+    assert following.strip() == f"Next: workbench inspect {tmp_path}/run run.0.0.0"
+    assert "nothing was trained" not in summarise_one_valid(tmp_path / "other")
+
+
+def summarise_one_valid(run_dir):
+    stored = StoredRun(run_dir)
+    stored.step(1, [["plain", "edit"]])
+    return summarise(stored.finish(), notebook=Path("n.ipynb"), outcome=Outcome("done"), seconds=3.0).text()
+
+
+def test_a_run_that_trained_nothing_is_told_of_and_not_said_to_go_on(tmp_path, capsys):
+    RunWriter(tmp_path).close()
+    ended = NotebookResult(tmp_path / "campaign.ipynb", tmp_path / "campaign.html", Outcome("done"), 1, None)
+    assert tell(ended) == 1
+    assert capsys.readouterr().err == f"workbench: the run trained nothing; see {tmp_path}/campaign.ipynb\n"
+
+
+def test_the_rewards_of_a_summary_are_of_steps_that_were_taken(tmp_path):
+    run_dir = make_run(tmp_path / "stored", steps=1)
+    (run_dir / "steps.jsonl").write_bytes(b"")
+    (run_dir / "train" / "step-1.parquet").unlink()
+    summary = summarise(run_dir, notebook=Path("n.ipynb"), outcome=Outcome("failed"), seconds=3.0)
+    assert (summary.steps, summary.reward_first_step, summary.reward_last_step) == (0, None, None)
+
+
+def test_a_run_whose_recipe_is_at_fault_is_not_said_to_go_on(tmp_path, capsys):
+    RunWriter(tmp_path).close()
+    outcome = Outcome("failed", "RecipeError", "train.advantage.name: gdpo needs the parts.")
+    tell(NotebookResult(tmp_path / "campaign.ipynb", tmp_path / "campaign.html", outcome, 2, None))
+    said = "workbench: the run failed: RecipeError: train.advantage.name: gdpo needs the parts; see"
+    assert capsys.readouterr().err == f"{said} {tmp_path}/campaign.ipynb\n"
+
+
 def test_progress_says_what_the_status_knows():
     assert describe({}) == "starting the kernel"
     assert describe({"status": "running", "phase": "set-up"}) == "set-up"

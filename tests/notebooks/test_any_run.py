@@ -17,7 +17,7 @@ from typing import Any
 import nbformat
 import polars as pl
 import pytest
-from stored_run import StoredRun, make_run
+from stored_run import StoredRun, make_run, rewrite_json_line
 
 from workbench import runs
 from workbench.campaign.notebook_file import parameter_names
@@ -98,6 +98,14 @@ def _equal_rewards(path: Path) -> None:
         pl.read_parquet(part).with_columns(reward=pl.lit(0.5)).write_parquet(part)
 
 
+def _served(path: Path) -> None:
+    """No step, and rollouts that were closed without a reward."""
+    _untrained(path)
+    rewrite_json_line(path / "groups.jsonl", 0, {"step": None, "reward_mean": None, "reward_std": None})
+    for part in (path / "rows").glob("*.parquet"):
+        pl.read_parquet(part).with_columns(reward=pl.lit(None, pl.Float64)).write_parquet(part)
+
+
 def _damaged(path: Path) -> None:
     make_run(path, steps=1)
     steps = path / "steps.jsonl"
@@ -116,6 +124,7 @@ STATES: dict[str, tuple[Callable[[Path], None], str]] = {
     "nothing valid": (_nothing_valid, "rejected"),
     "untrained": (_untrained, "no step has trained it"),
     "equal rewards": (_equal_rewards, "trained in step 1"),
+    "served": (_served, "2 valid rollouts, none trained · no reward given"),
     "damaged": (_damaged, "1 broken line left out (steps.jsonl, line 1 is not JSON"),
     "a damaged part": (_damaged_part, "2 damaged parts left out (calls/g00001.parquet is not a readable part of table"),
 }

@@ -60,6 +60,33 @@ def test_a_changed_number_is_seen(copied, what):
         pq.write_table(table.set_column(at, column, pa.array(values, table.schema.field(column).type)), path)
     code, said = recompute(copied)
     assert code == 1, said
+    (line,) = [line for line in said.splitlines() if line.startswith("loss " if what == "loss" else "advantage ")]
+    step = runs.open(copied).steps["step"].max() if what == "loss" else 1
+    assert line.endswith(f"BEYOND its bound in step {step}")
+
+
+@pytest.mark.parametrize("folder", ["rows", "train"])
+def test_a_part_that_cannot_be_read_is_one_sentence(copied, folder):
+    part = sorted((copied / folder).glob("*.parquet"))[0]
+    part.write_bytes(part.read_bytes()[:-40])
+    code, said = recompute(copied)
+    assert code == 1 and said.startswith(f"{part} cannot be read: ") and said.count("\n") == 1, said
+
+
+def test_arrays_of_different_lengths_are_one_sentence(copied):
+    path = sorted((copied / "train").glob("*.parquet"))[0]
+    table = pq.read_table(path)
+    at = table.schema.get_field_index("trainer_logprobs")
+    cut = pa.array([values[:-1] for values in table["trainer_logprobs"].to_pylist()], table.schema.field(at).type)
+    pq.write_table(table.set_column(at, table.schema.field(at), cut), path)
+    code, said = recompute(copied)
+    assert code == 1 and said.startswith("step 1, rollout ") and "arrays of different lengths" in said, said
+
+
+def test_a_trained_rollout_without_a_row_is_one_sentence(copied):
+    sorted((copied / "rows").glob("*.parquet"))[0].unlink()
+    code, said = recompute(copied)
+    assert code == 1 and "and no part of rows/ has it" in said and said.count("\n") == 1, said
 
 
 @pytest.mark.parametrize("policy", ["mask_old", "reject"])

@@ -61,13 +61,15 @@ def ask_receipt(
 
 def verdict_text(verdict: Verdict, run_dir: Path) -> str:
     """The verdict in a few lines."""
-    failed = f", {verdict.failed_calls} failed" if verdict.failed_calls else ""
+    # As inspect counts: a call that was not captured is one too.
+    calls = f"{verdict.calls + verdict.failed_calls}"
+    failed = f", {verdict.failed_calls} of them failed" if verdict.failed_calls else ""
     reward = "none" if verdict.reward is None else f"{verdict.reward:g}"
     if verdict.verified:
         lines = [
             f"Rollout {verdict.rollout_id}: verified",
             f"  terminal  call {verdict.terminal}, {_selection(verdict)}",
-            f"  chain     {verdict.chain} of {verdict.calls} calls{failed}",
+            f"  chain     {verdict.chain} of {calls} calls{failed}",
             f"  tokens    {verdict.tokens:,}, {verdict.sampled_tokens:,} sampled; digest {_short(verdict.digest)}",
         ]
     else:
@@ -77,7 +79,7 @@ def verdict_text(verdict: Verdict, run_dir: Path) -> str:
             f"Rollout {verdict.rollout_id}: rejected, {verdict.cause}{place}",
             *([f"  detail    {' '.join(verdict.detail.split())}"] if verdict.detail else []),
             f"  terminal  {'call ' + verdict.terminal if verdict.terminal else 'none'}, {_selection(verdict)}",
-            f"  calls     {verdict.calls}{failed}",
+            f"  calls     {calls}{failed}",
         ]
     lines += [
         f"  reward    {reward}; stored as group {verdict.group_id}",

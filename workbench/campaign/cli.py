@@ -113,17 +113,24 @@ def main() -> None:
 @click.argument("recipe")
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--run", "run_name", help="Name of the run's directory; default: the recipe's name and a number.")
-@click.option("--dry-run", is_flag=True, help="Print places, processes, paths and commands, and start nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print places, processes, paths, commands; start nothing. Exit 2 when something is lacking.",
+)
 def run(recipe: str, overrides: tuple[str, ...], run_name: str | None, dry_run: bool) -> None:
     """Run a campaign; leaves notebook and records in reports/RUN/."""
     from workbench.campaign.doctor import refuse_unable
 
     checked = checked_recipe(recipe, overrides)
     if dry_run:
-        from workbench.campaign.plan import plan
+        from workbench.campaign.plan import lacking, plan
 
-        for line in plan(checked, recipe, overrides, run_name).splitlines():
+        lacks = lacking(checked)
+        for line in plan(checked, recipe, overrides, run_name, lacks=lacks).splitlines():
             _say(line, 13)
+        if lacks:
+            raise SetupError(f"{recipe} cannot run here: {len(lacks)} lacking, see the end of the plan")
         return
     refuse_unable(checked)
     from workbench.campaign import runner
@@ -330,9 +337,16 @@ def recipe_show(name: str, overrides: tuple[str, ...]) -> None:
 def recipe_check(name: str, overrides: tuple[str, ...]) -> None:
     """Check a recipe and its overrides.
 
-    Keys, types, bounds, combinations, the environment's options. Exit 2 when something is wrong.
+    Keys, types, bounds, combinations, the environment's options, and the window against the model where that is here.
+    Exit 2 when something is wrong. Whether this machine can run it: workbench doctor.
     """
-    click.echo(f"{checked_recipe(name, overrides).name}: good")
+    from workbench.campaign.doctor import remarks
+
+    checked = checked_recipe(name, overrides)
+    said = list(remarks(checked))
+    click.echo(f"{checked.name}: good")
+    for line in said:
+        _say(line, 2)
 
 
 @main.command(epilog=RECIPE_HELP)

@@ -23,7 +23,7 @@ from workbench.campaign import derived, machine, ray_cluster
 from workbench.campaign.environment_record import gpus
 from workbench.campaign.machine import Finding
 from workbench.campaign.placement import bundles
-from workbench.errors import ModelMissing, SetupError
+from workbench.errors import ModelMissing, RecipeError, SetupError
 from workbench.nearest import nearest
 from workbench.recipe_schema import Recipe
 
@@ -77,6 +77,19 @@ def refuse_unable(recipe: Recipe, *, training: bool = True) -> None:
     for finding in before_a_run(recipe, training=training):
         if not finding.good:
             raise SetupError(f"{finding.what}: {finding.found}; {finding.cure}")
+
+
+def remarks(recipe: Recipe) -> Iterator[str]:
+    """What is right and may still surprise, a line each. Raises RecipeError where the model, if it is on this machine,
+    cannot be what the recipe makes of it; recipes are also checked on machines that will not run them."""
+    for finding in (window(recipe), heads(recipe)):
+        if not finding.good:
+            raise RecipeError(f"{finding.what}: {finding.found}; {finding.cure}")
+    if not recipe.token_capture.enabled:
+        yield "token capture is off (token_capture.enabled: false): this run samples by the echo arm"
+    missing = model(recipe)
+    if not missing.good:
+        yield f"{missing.what}: {missing.found} on this machine; {missing.cure}"
 
 
 def capture(recipe: Recipe, *, training: bool = True) -> Finding:

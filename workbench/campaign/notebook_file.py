@@ -34,6 +34,11 @@ class Outcome:
     error_name: str | None = None
     error: str | None = None
 
+    @property
+    def told(self) -> str | None:
+        """One sentence: the error, and of which kind it is unless somebody stopped the run."""
+        return self.error if self.status == "killed" or not self.error else f"{self.error_name}: {self.error}"
+
 
 def parameter_names(notebook: Path) -> list[str]:
     """Names assigned in the cell tagged `parameters`, in order. Raises SetupError when there is no such cell."""
@@ -89,10 +94,10 @@ def set_outcome(path: Path, outcome: Outcome) -> NotebookNode:
 
 
 def _banner(outcome: Outcome, *, ran: int, of: int) -> NotebookNode:
-    what = " ".join((outcome.error or "no reason known").split())[:600].replace("<", "&lt;")
+    what = " ".join((outcome.told or f"{outcome.error_name}: no reason known").split())[:600].replace("<", "&lt;")
     text = (
         f"> **This run {'was killed' if outcome.status == 'killed' else 'failed'}** in code cell {ran} of {of}; "
-        f"the cells after it were not run.\n>\n> {outcome.error_name or 'Stopped'}: {what}"
+        f"the cells after it were not run.\n>\n> {what}"
     )
     cell = nbformat.v4.new_markdown_cell(text, metadata={"tags": [_BANNER_TAG]})
     cell["id"] = "workbench-banner"

@@ -21,8 +21,15 @@ from workbench.models import resolve
 RAY_PORT = 6379
 
 
-def plan(recipe: Recipe, name: str, overrides: Sequence[str] = (), run_name: str | None = None) -> str:
-    """The plan of `workbench run NAME OVERRIDES… [--run RUN_NAME]` as text."""
+def plan(
+    recipe: Recipe,
+    name: str,
+    overrides: Sequence[str] = (),
+    run_name: str | None = None,
+    *,
+    lacks: Sequence[str] | None = None,
+) -> str:
+    """The plan of `workbench run NAME OVERRIDES… [--run RUN_NAME]` as text. `lacks`: what `lacking` found before."""
     chosen = recipe.name if run_name is None else run_name
     run_dir = new_run_dir(recipe.reports.dir, chosen, named=run_name is not None).resolve()
     sections = {
@@ -31,7 +38,7 @@ def plan(recipe: Recipe, name: str, overrides: Sequence[str] = (), run_name: str
         "processes": _processes(recipe),
         "paths": _paths(recipe, run_dir),
         "commands": _commands(recipe, name, overrides, run_name),
-        "lacking": _lacking(recipe),
+        "lacking": (lacking(recipe) if lacks is None else lacks) or ["nothing on this machine"],
     }
     lines = [f"Plan of {recipe.name}: nothing is started"]
     for title, content in sections.items():
@@ -100,9 +107,9 @@ def _commands(recipe: Recipe, name: str, overrides: Sequence[str], run_name: str
     yield shlex.join(command)
 
 
-def _lacking(recipe: Recipe) -> Iterator[str]:
-    bad = [finding for finding in before_a_run(recipe) if not finding.good]
-    yield from [f"{finding.what}: {finding.found}; {finding.cure}" for finding in bad] or ["nothing on this machine"]
+def lacking(recipe: Recipe) -> list[str]:
+    """What this machine lacks for the recipe, a line each."""
+    return [f"{bad.what}: {bad.found}; {bad.cure}" for bad in before_a_run(recipe) if not bad.good]
 
 
 def _model(recipe: Recipe) -> str:

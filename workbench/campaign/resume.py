@@ -26,6 +26,7 @@ from workbench.finalizer.messages import FinalizedGroup
 from workbench.finalizer.metrics import pool_metrics
 from workbench.finalizer.stored import read_group
 from workbench.recipe_schema import Recipe
+from workbench.runs.frames import read_parts
 
 # What may change in the middle of a run: how far it goes, how long things may take, what the machine offers.
 _MAY_CHANGE = {
@@ -64,6 +65,7 @@ def resumable(run_dir: Path, overrides: Sequence[str] = ()) -> Recipe:
             f"{run_dir} is finished, all {left.steps_done} steps are taken. Next: workbench report {run_dir}, or go on "
             f"further: workbench resume {run_dir} train.steps={2 * left.steps_done}"
         )
+    _check_readable(run_dir, left)
     return recipe
 
 
@@ -101,6 +103,23 @@ async def catch_up(state: CampaignState, training: TrainPump, left: LeftOff) -> 
         state.writer.step(_step_line(step, groups, measured))
     if retaken and state.recipe.checkpoint.every:
         await training.checkpoint(done)
+
+
+def _check_readable(run_dir: Path, left: LeftOff) -> None:
+    """Read what going on will read back, while nothing has been started that a damaged part would end."""
+    names = [path.name.removeprefix("step-") for path in (run_dir / "checkpoints").glob("step-*")]
+    saved = max((int(name) for name in names if name.isdecimal() and int(name) <= left.steps_done), default=0)
+    groups = [group.group_id for group in left.open_groups if group.finished]
+    groups += [group_id for group_ids in left.unrecorded.values() for group_id in group_ids]
+    again = [run_dir / "train" / f"step-{step}.parquet" for step in range(saved + 1, left.steps_done + 1)]
+    try:
+        groups += read_parts("train", again)["group_id"].to_list()
+        for group_id in dict.fromkeys(groups):
+            read_group(run_dir, group_id)
+    except RunStoreError as error:
+        raise RunStoreError(
+            f"Nothing was started: {error} That part is needed to go on: put it back from a copy, or begin a new run."
+        ) from error
 
 
 def _step_line(step: int, groups: list[FinalizedGroup], measured: Mapping[str, Any]) -> dict[str, Any]:

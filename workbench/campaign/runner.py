@@ -5,7 +5,7 @@
 
 Invariants: nothing heavy starts before names and values have been checked; whatever ends the run (a cell's error, a
 dead kernel, Ctrl-C, SIGTERM), there is a notebook with its true status and a banner, a closed run store, an exit code
-that is 0 only for `done`, and no process of the run left.
+that is 0 only for `done` with something trained, and no process of the run left.
 Not here: the campaign itself (controller), what the notebook shows.
 """
 
@@ -37,7 +37,7 @@ from workbench.campaign.kernel import KERNEL_NAME, OwnKernel
 from workbench.campaign.notebook_file import MAX_BYTES, Outcome, check_parameters, set_outcome
 from workbench.campaign.progress import ProgressLine
 from workbench.campaign.summary import Summary, summarise
-from workbench.errors import RunStoreError, SetupError
+from workbench.errors import RecipeError, RunStoreError, SetupError
 from workbench.places import shipped
 from workbench.recipe_schema import RUN_NAME, Recipe
 from workbench.runs.gathered import gather
@@ -50,7 +50,7 @@ _AUTOSAVE_S = 20
 
 @dataclass(frozen=True)
 class NotebookResult:
-    """What is left of an execution. `exit_code` is 0 only when `outcome.status` is done."""
+    """What is left of an execution. `exit_code` is 0 only when `outcome.status` is done and something was trained."""
 
     notebook: Path
     html: Path
@@ -102,14 +102,18 @@ def tell(result: NotebookResult) -> int:
     if result.summary is not None:
         print(result.summary.text())
     if result.exit_code:
-        what = result.outcome.error or ""
-        if result.outcome.status == "killed":
-            how = f"was {what}"  # … stopped by SIGINT
+        what = result.outcome.told or ""
+        if result.outcome.status == "done":
+            how = "trained nothing"
+        elif result.outcome.status == "killed":
+            how = f"was {what}"  # … stopped by Ctrl-C (SIGINT)
         else:
             # Of an exception in another process the notebook has the whole traceback; a line has what it was about.
-            how = f"failed: {' '.join(root_cause(f'{result.outcome.error_name}: {what}').split())}"
+            how = f"failed: {' '.join(root_cause(what).split()).rstrip('.')}"
         run_dir = result.notebook.parent
-        begun = (run_dir / "steps.jsonl").exists()
+        # A run keeps its recipe, so going on would end as this did where the recipe is at fault.
+        stands = result.outcome.status != "done" and result.outcome.error_name != RecipeError.__name__
+        begun = stands and (run_dir / "steps.jsonl").exists()
         further = f"; to go on with it: workbench resume {run_dir}" if begun else ""
         print(f"workbench: the run {how}; see {result.notebook}{further}", file=sys.stderr)
     return result.exit_code
@@ -254,7 +258,8 @@ def _execute(
         _keep_vocabulary(run_dir)
         gather(run_dir)
     summary = _write_summary(run_dir, target, outcome, seconds) if live else None
-    return NotebookResult(target, html, outcome, _exit_code(outcome, execution.stop_signal), summary)
+    code = _exit_code(outcome, execution.stop_signal) or int(summary is not None and summary.nothing_trained)
+    return NotebookResult(target, html, outcome, code, summary)
 
 
 def _papermill(execution: _Execution, source: Path, target: Path, parameters: dict[str, Any]) -> None:
@@ -292,7 +297,7 @@ def _watch(execution: _Execution, progress: ProgressLine | None) -> None:
             if not execution.kernel.interrupt():
                 execution.interrupted_at = now - STOP_GRACE_S
         left_s = STOP_GRACE_S - (now - execution.interrupted_at)
-        note = f"stopping on {signal.Signals(execution.stop_signal).name}"
+        note = f"stopping on {_said(execution.stop_signal)}"
         detail = f"; killed in {max(0.0, left_s):.0f} s unless it ends before"
         if left_s <= 0:
             execution.kernel.end(grace_s=0.5)
@@ -324,7 +329,7 @@ def _outcome(execution: _Execution) -> Outcome:
     error = execution.error
     if execution.stop_signal is not None and error is not None:
         name = signal.Signals(execution.stop_signal).name
-        return Outcome("killed", name, f"stopped by {name} after {_where(error)}")
+        return Outcome("killed", name, f"stopped by {_said(execution.stop_signal)}")
     if error is None:
         return Outcome("done")
     name, text = getattr(error, "ename", type(error).__name__), str(getattr(error, "evalue", error))
@@ -333,9 +338,10 @@ def _outcome(execution: _Execution) -> Outcome:
     return Outcome("failed", name, text)
 
 
-def _where(error: BaseException) -> str:
-    count = getattr(error, "exec_count", None)
-    return f"cell [{count}] was interrupted" if count else "the kernel had been asked to end"
+def _said(number: int) -> str:
+    """A signal as a person knows it."""
+    name = signal.Signals(number).name
+    return f"Ctrl-C ({name})" if number == signal.SIGINT else name
 
 
 def _exit_code(outcome: Outcome, stop_signal: int | None) -> int:
@@ -356,7 +362,7 @@ def _close_store(run_dir: Path, outcome: Outcome) -> None:
         status = {"run": run_dir.name}
     if status.get("status") in ("failed", "killed", "done"):
         return
-    error = f"{outcome.error_name}: {outcome.error}"
+    error = outcome.told
     with contextlib.suppress(RunStoreError), RunWriter(run_dir) as writer:
         writer.event("ended_by_runner", status=outcome.status, error=error)
         writer.status({**status, "status": outcome.status, "phase": "ended by the runner", "error": error})

@@ -61,6 +61,11 @@ class Summary:
     """Last quarter of the steps against the first, with one-sided 95 % bounds; null for fewer than eight steps."""
     seconds: float
 
+    @property
+    def nothing_trained(self) -> bool:
+        """Steps were taken, and none of them had a token to learn from."""
+        return self.steps > 0 and (self.valid_rollouts == 0 or self.trained_tokens == 0)
+
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         return asdict(self)
@@ -71,7 +76,9 @@ class Summary:
         proofs = [proof["mean_abs_delta"] for proof in self.proofs if proof["mean_abs_delta"] is not None]
         agreed = f"{len(proofs)} passed, worst mean |Δ| {max(proofs):.4f} nat" if proofs else "–"
         lines = [
-            f"Run {self.run}: {self.status} ({_minutes(self.seconds)})",
+            f"Run {self.run}: {self.status}{', but nothing was trained' * self.nothing_trained} "
+            f"({_minutes(self.seconds)})",
+            *(self._why_nothing_was_trained() if self.nothing_trained else []),
             *([f"  error                      {self.error}"] if self.error else []),
             *([f"  resumed                    {self.resumed} × (the time is since then)"] if self.resumed else []),
             f"  notebook                   {self.notebook}",
@@ -107,6 +114,18 @@ class Summary:
             lines.append(f"    and {len(self.rejected) - _SHOWN_REJECTIONS} more ({more}), all in summary.json")
         return "\n".join(lines)
 
+    def _why_nothing_was_trained(self) -> list[str]:
+        run_dir = Path(self.notebook).parent
+        lines = [f"  nothing was trained        {len(self.rejected)} of {self.rollouts} rollouts were rejected"]
+        next_step = f"workbench inspect {run_dir}"
+        if self.rejected:
+            ((cause, count),) = Counter(row["cause"] for row in self.rejected).most_common(1)
+            alike = [row for row in self.rejected if row["cause"] == cause]
+            ((detail, _),) = Counter(row["detail"] for row in alike).most_common(1)
+            lines[0] += f", {count} of them as {cause}" + (f", most often: {detail}" if detail else "")
+            next_step += f" {next(row['rollout_id'] for row in alike if row['detail'] == detail)}"
+        return [*lines, f"                             Next: {next_step}"]
+
 
 def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float) -> Summary:
     """The summary of the run in `run_dir`, which took `seconds` with start and stop of all its parts.
@@ -120,6 +139,7 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
     # What `workbench verify` counts, and what a resumed run goes on with: a group that has all of its parts.
     finished = [group for group in rollouts["group_id"].unique().to_list() if is_whole(run_dir, group)]
     rollouts = rollouts.filter(pl.col("group_id").is_in(finished))
+    taken = rollouts.filter(pl.col("step").is_in(steps["step"].to_list()))
     calls = run.calls.join(rollouts, on="rollout_id", how="semi")
     scored = run.logprobs().drop_nulls("delta")
     delta_T = scored["delta"].to_numpy()
@@ -130,7 +150,7 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
     return Summary(
         run=run.name,
         status=outcome.status,
-        error=f"{outcome.error_name}: {outcome.error}" if outcome.error else None,
+        error=outcome.told,
         notebook=str(notebook),
         html=str(notebook.with_suffix(".html")),
         steps=steps.height,
@@ -161,8 +181,8 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
         on_policy_tokens=int(equal_T.size),
         mean_abs_logprob_delta_on_policy=float(abs(equal_T).mean()) if equal_T.size else None,
         resumed=int(run.status.get("resumed") or 0),
-        reward_first_step=_mean_reward(rollouts, "min"),
-        reward_last_step=_mean_reward(rollouts, "max"),
+        reward_first_step=_mean_reward(taken, "min"),
+        reward_last_step=_mean_reward(taken, "max"),
         reward_rise=asdict(rise) if (rise := reward_rise(steps["reward_mean"].to_list())) else None,
         seconds=round(seconds, 1),
     )
@@ -170,7 +190,7 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
 
 def _mean_reward(rollouts: pl.DataFrame, which: str) -> float | None:
     """Mean reward of the valid rows of the first ("min") or last ("max") step that has any."""
-    valid = rollouts.filter((pl.col("sample_mask") == 1) & pl.col("step").is_not_null())
+    valid = rollouts.filter(pl.col("sample_mask") == 1)
     if valid.is_empty():
         return None
     step = valid["step"].min() if which == "min" else valid["step"].max()

@@ -78,7 +78,8 @@ def read_group(run_dir: Path, group_id: str) -> StoredGroup | None:
         plans = {row.rollout_id: RoutePlan.of(row.route_plan) for row, _ in rows if row.route_plan is not None}
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
         raise RunStoreError(
-            f"group {group_id} in {run_dir} cannot be read back: {error}. Next: workbench verify {run_dir}"
+            f"group {group_id} in {run_dir} cannot be read back: {str(error).rstrip('.')}. Next: workbench verify "
+            f"{run_dir} names all that is damaged."
         ) from error
     if plans:
         fragments = stored_fragments(run_dir, group_id, plans)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from workbench.errors import TrainerError
+from workbench.errors import RecipeError
 from workbench.train.estimators import advantages, estimator
 from workbench.train.rows import TrainRow
 
@@ -67,7 +67,8 @@ def cast_votes(
     """The ballot of `rows` for weights of version `version`.
 
     `advantage`: `name`, `options`, and `shuffle`: true hands each group's advantages out to its rows at random (seeded
-    by `shuffle_seed` and the version), a control that must not learn. Raises TrainerError as the estimator does.
+    by `shuffle_seed` and the version), a control that must not learn. Raises TrainerError as the estimator does, and
+    RecipeError where it needs reward components that the rows lack.
     """
     valid_N = np.array([row.sample_mask for row in rows], dtype=bool)
     masks_NT = [row.loss_mask for row in rows]
@@ -107,22 +108,24 @@ def _rewards(rows: Sequence[TrainRow], valid_N: np.ndarray, advantage: dict[str,
         return np.zeros((len(rows), len(weights or "1")))
     names = list(weights) if isinstance(weights, dict) else sorted(first.reward_components)
     if not names:
-        raise TrainerError(
-            f"{advantage['name']} needs the parts of each reward, and row {first.rollout_id} has none; its environment "
-            f"must return `components`, or the recipe must name another estimator."
+        raise RecipeError(
+            f"train.advantage.name: {advantage['name']} needs the parts of each reward, and row {first.rollout_id} has "
+            f"none; its environment must return `components`, or the recipe must name another estimator."
         )
     matrix_NK = np.full((len(rows), len(names)), np.nan)
     for place, row in enumerate(rows):
         lacking = [name for name in names if name not in row.reward_components]
         if valid_N[place] and lacking:
             has = ", ".join(sorted(row.reward_components)) or "none"
-            raise TrainerError(f"Row {row.rollout_id} has no reward component {lacking[0]}; it has: {has}.")
+            raise RecipeError(
+                f"train.advantage: row {row.rollout_id} has no reward component {lacking[0]}; it has: {has}."
+            )
         # Which row comes first must not decide what is learned from.
         more = sorted(set(row.reward_components) - set(names)) if valid_N[place] else []
         if more and not isinstance(weights, dict):
-            raise TrainerError(
-                f"Row {first.rollout_id} has no reward component {more[0]}, which row {row.rollout_id} has. Next: name "
-                f"those that count in train.advantage.options.weights."
+            raise RecipeError(
+                f"train.advantage: row {first.rollout_id} has no reward component {more[0]}, which row "
+                f"{row.rollout_id} has. Next: name those that count in train.advantage.options.weights."
             )
         matrix_NK[place] = [row.reward_components.get(name, np.nan) for name in names]
     return matrix_NK
