@@ -127,7 +127,7 @@ async def test_every_call_has_one_line_with_its_parent_or_its_cause(tmp_path: Pa
     assert shown[:3] == [
         "r.1  first  text  root  5 + 2 tokens  stop",
         "r.1  second  token_in  after first  7 tokens",
-        "r.1  third  NOT CAPTURED: unresolved_parent  assistant_text_changed  nearest call second, item 1",
+        "r.1  third  NOT CAPTURED: unresolved_parent  assistant_text_changed  nearest call second, item 1 (from 0)",
     ]
     assert len(shown) == 4 and shown[3].startswith("r.2  its ledger cannot be read")
     assert lines.calls == 3

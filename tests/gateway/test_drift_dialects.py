@@ -124,7 +124,7 @@ def test_a_history_that_was_compacted_in_silence(talk: Talk) -> None:
     """NeMo RL #3910: the agent replaces its history by a summary, without saying so."""
     drift = talk.drift(talk.say.user("in short: I asked, you looked") + talk.answered + talk.more)
     assert drift.cause is Cause.CONTEXT_COMPACTED
-    assert drift.position == 1  # after the request envelope
+    assert drift.position == 0  # of the messages; the request envelope is none of them
     assert where(drift)[1:] == ("how is the weather?", "in short: I asked, you looked")
 
 
@@ -139,7 +139,7 @@ def test_another_tool_list(talk: Talk) -> None:
     """verifiers #955: same messages, but tool list B where A was."""
     drift = talk.drift(talk.history(), tools=["fetch"])
     path, was, came = where(drift)
-    assert (drift.cause, drift.position, was, came) == (Cause.TOOLS_CHANGED, 0, "search", "fetch")
+    assert (drift.cause, drift.position, was, came) == (Cause.TOOLS_CHANGED, None, "search", "fetch")
     assert path.startswith("tools[0]") and path.endswith("name")
 
 

@@ -113,14 +113,21 @@ HISTORIES: dict[str, tuple[Items, Items, Items, Cause, int | None]] = {
         [model("A")],
         [*envelope("b"), user("q"), model("A"), user("more")],
         Cause.TOOLS_CHANGED,
-        0,
+        None,
     ),
     "a tool list where there was none": (
         [user("q")],
         [model("A")],
         [*envelope("b"), user("q"), model("A"), user("more")],
         Cause.TOOLS_CHANGED,
-        0,
+        None,
+    ),
+    "another question, behind tools": (
+        [*envelope("a"), SYSTEM, user("q")],
+        [model("A")],
+        [*envelope("a"), SYSTEM, user("Q"), model("A"), user("more")],
+        Cause.HISTORY_EDITED,
+        1,
     ),
     "a turn that the agent made up": (
         [user("q")],
@@ -147,7 +154,9 @@ def test_cause_and_first_differing_item(name: str, tmp_path: Path) -> None:
     drift = store.admit(R, came, "c1").drift
     assert drift is not None
     assert (drift.cause, drift.position) == (cause, position), drift.detail
-    assert drift.nearest_call == (None if position is None else "c0")
+    assert drift.nearest_call == (None if name == "nothing in common" else "c0")
+    if name == "another question, behind tools":
+        assert drift.detail.startswith("item 1 (from 0): a user item was changed")
     assert [event["cause"] for event in store.events(R)] == [cause.value]
 
 

@@ -99,6 +99,6 @@ def line_of(row: dict[str, Any], facts: dict[str, Any]) -> str:
 def _why(row: dict[str, Any]) -> list[str]:
     said = [str(row["detail"])] if row.get("detail") else []
     if row.get("near_call_id"):
-        place = f", item {row['near_item']}" if row.get("near_item") is not None else ""
+        place = f", item {row['near_item']} (from 0)" if row.get("near_item") is not None else ""
         said.append(f"nearest call {row['near_call_id'][:12]}{place}")
     return said

@@ -162,7 +162,7 @@ class PoisonTable(LiveView):
     @staticmethod
     def _drift_row(row: dict[str, Any]) -> list[markup.Cell | str]:
         near, item, token = row["near_call_id"], row["near_item"], row["token_position"]
-        parts = (None if item is None else f"item {item}", row["near_path"])
+        parts = (None if item is None else f"item {item} (from 0)", row["near_path"])
         return [
             markup.Cell(row["cause"] or "–", strong=True),
             markup.Cell(row["rollout_id"], under=f"call {short_id(row['model_call_id'], row['rollout_id'])}"),

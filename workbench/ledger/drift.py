@@ -22,9 +22,9 @@ from workbench.wire.fingerprints import REQUEST_ENVELOPE_ROLE
 
 @dataclass(frozen=True)
 class Drift:
-    """A diagnosis. `position` is the index of the first differing item in the request (the request envelope, where
-    there is one, is item 0), `nearest_call` the recorded call it was held against, `difference` where in that item and
-    what; None where there is none."""
+    """A diagnosis. `position` is the index, from 0, of the first differing one of the request's messages or input items
+    (None for its tools or instructions), `nearest_call` the recorded call it was held against, `difference` where in
+    that item and what; None where there is none."""
 
     cause: Cause
     nearest_call: str | None
@@ -69,6 +69,8 @@ def diagnose_drift(
         return Drift(Cause.UNKNOWN_HISTORY, None, None, "no recorded call shares an item with this request")
     call, expected = nearest
     position = _shared_prefix(expected, came)
+    if position and came[0].role == REQUEST_ENVELOPE_ROLE:  # both have it, and nobody counts it among the messages
+        expected, came, position = expected[1:], came[1:], position - 1
     if position == len(expected):
         cause, detail = _after_whole_history(call, came, position, prompt_options, in_custody)
     else:
@@ -78,7 +80,8 @@ def diagnose_drift(
         difference = first_difference(expected[position], came[position] if position < len(came) else None)
     if difference is not None:
         detail = f"{detail}; {difference}"
-    return Drift(cause, call.model_call_id, position, detail, difference)
+    in_envelope = REQUEST_ENVELOPE_ROLE in [items[position].role for items in (expected, came) if position < len(items)]
+    return Drift(cause, call.model_call_id, None if in_envelope else position, detail, difference)
 
 
 def _nearest(recorded: Sequence[CallItems], came: list[ItemDigest]) -> tuple[CallItems, list[ItemDigest]] | None:
@@ -111,17 +114,17 @@ def _compare(
     if REQUEST_ENVELOPE_ROLE in (was.role, now.role if now else ""):
         return Cause.TOOLS_CHANGED, "the request's tools or instructions differ from those of the recorded call"
     if was.role == "reasoning" and now is not None and now.role != "reasoning":
-        return Cause.TEMPLATE_STRIPPED_REASONING, f"item {position}: the recorded reasoning item is gone"
+        return Cause.TEMPLATE_STRIPPED_REASONING, f"item {position} (from 0): the recorded reasoning item is gone"
     if was.role == "function_call" and now is not None and _after_calls(expected, position, now):
-        return Cause.TOOL_CALL_DROPPED, f"item {position}: a recorded tool call did not come back"
+        return Cause.TOOL_CALL_DROPPED, f"item {position} (from 0): a recorded tool call did not come back"
     if now is not None and was.authored and now.authored:
         return _compare_turns(was, now, position)
     if sum(item.authored for item in came) < sum(item.authored for item in expected):
         return (
             Cause.CONTEXT_COMPACTED,
-            f"item {position}: the request has {len(came)} items where the recorded history has {len(expected)}",
+            f"item {position} (from 0): the request has {len(came)} items, the recorded history {len(expected)}",
         )
-    return Cause.HISTORY_EDITED, f"item {position}: a {was.role or 'nameless'} item was changed"
+    return Cause.HISTORY_EDITED, f"item {position} (from 0): a {was.role or 'nameless'} item was changed"
 
 
 def _after_whole_history(
@@ -133,7 +136,7 @@ def _after_whole_history(
 ) -> tuple[Cause, str]:
     for later in range(position, len(came)):
         if came[later].authored:
-            return Cause.UNKNOWN_HISTORY, f"item {later}: a model-authored item that no recorded call produced"
+            return Cause.UNKNOWN_HISTORY, f"item {later} (from 0): a model-authored item that no recorded call produced"
     if call.prompt_options != prompt_options:
         return (
             Cause.TOOLS_CHANGED,
@@ -161,18 +164,24 @@ def _compare_turns(was: ItemDigest, now: ItemDigest, position: int) -> tuple[Cau
     if len(now.tools) < len(was.tools):
         return (
             Cause.TOOL_CALL_DROPPED,
-            f"item {position}: {len(was.tools)} tool calls were recorded, {len(now.tools)} came back",
+            f"item {position} (from 0): {len(was.tools)} tool calls were recorded, {len(now.tools)} came back",
         )
     if len(now.tools) > len(was.tools):
         if now.role == "function_call":
-            return Cause.ASSISTANT_TEXT_CHANGED, f"item {position}: the text before a tool call did not come back"
-        return Cause.HISTORY_EDITED, f"item {position}: a tool call that was not recorded came with the turn"
+            return (
+                Cause.ASSISTANT_TEXT_CHANGED,
+                f"item {position} (from 0): the text before a tool call did not come back",
+            )
+        return Cause.HISTORY_EDITED, f"item {position} (from 0): a tool call that was not recorded came with the turn"
     if was.tools != now.tools:
         if [(tool.name, tool.lenient) for tool in was.tools] == [(tool.name, tool.lenient) for tool in now.tools]:
-            return Cause.TOOL_CALL_RESERIALISED, f"item {position}: a tool call came back in another spelling or id"
-        return Cause.HISTORY_EDITED, f"item {position}: the arguments or the name of a tool call were changed"
+            return (
+                Cause.TOOL_CALL_RESERIALISED,
+                f"item {position} (from 0): a tool call came back in another spelling or id",
+            )
+        return Cause.HISTORY_EDITED, f"item {position} (from 0): the arguments or the name of a tool call were changed"
     if now.thinking < was.thinking and now.bare == was.bare:
-        return Cause.TEMPLATE_STRIPPED_REASONING, f"item {position}: the answer came back without its thinking"
+        return Cause.TEMPLATE_STRIPPED_REASONING, f"item {position} (from 0): the answer came back without its thinking"
     if was.bare != was.text and now.text != was.text and now.bare == was.bare:
-        return Cause.TEMPLATE_STRIPPED_REASONING, f"item {position}: the answer came back without its thinking"
-    return Cause.ASSISTANT_TEXT_CHANGED, f"item {position}: the text of a model turn came back changed"
+        return Cause.TEMPLATE_STRIPPED_REASONING, f"item {position} (from 0): the answer came back without its thinking"
+    return Cause.ASSISTANT_TEXT_CHANGED, f"item {position} (from 0): the text of a model turn came back changed"

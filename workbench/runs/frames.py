@@ -51,7 +51,7 @@ ADDED: dict[str, tuple[Column, ...]] = {
         Column("order", "i64", "", "place in the ledger, from 1; failures where they happened"),
         Column("relation", "str", "", "chain, earliest, retry, branch, side_root, failed or unresolved"),
         Column("near_call_id", "str", "", "recorded call that an unresolved one nearly continues"),
-        Column("near_item", "i64", "items", "first item of its request that differs, from 0"),
+        Column("near_item", "i64", "items", "first of its messages or input items that differs, from 0"),
         Column("near_path", "str", "", "where in that item, e.g. content or tool_calls[0].function.arguments.query"),
         Column("near_was", "str", "", "what was recorded there, an excerpt around the first difference"),
         Column("near_came", "str", "", "what came instead, an excerpt"),
