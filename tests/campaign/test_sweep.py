@@ -113,6 +113,22 @@ def test_a_sweep_of_runs_without_a_step_says_so_and_of_very_many_the_first_are_d
     assert "The picture shows the first 2 of 3" in SweepView(tmp_path).html()
 
 
+def test_runs_without_a_reward_have_no_line_and_no_name_for_one(tmp_path):
+    for name in ("none", "neither", "one", "other"):
+        shutil.copytree(recorded_run(), tmp_path / name)
+        if name.startswith("n"):
+            path = tmp_path / name / "steps.jsonl"
+            lines = [orjson.loads(line) | {"reward_mean": None} for line in path.read_bytes().splitlines()]
+            path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    (ax,) = SweepView(tmp_path).figure().axes
+    assert len(ax.lines) == len(ax.get_legend().get_texts()) == 2
+    for name in ("one", "other"):
+        shutil.rmtree(tmp_path / name)
+    (ax,) = SweepView(tmp_path).figure().axes
+    assert [text.get_text() for text in ax.texts] == ["no step of these runs has a reward"]
+    assert not ax.lines and ax.get_legend() is None and not ax.get_yticks().size
+
+
 def test_a_stopped_run_ends_its_sweep_and_the_rest_is_not_begun(tmp_path, no_index):
     sweep, recipes = planned(tmp_path)
     assert run_sweep(sweep, recipes, Executes("done", "killed")) == 130

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64encode
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 
+import nbformat
 import numpy as np
 import polars as pl
 import pytest
@@ -15,6 +17,7 @@ from PIL import Image
 from stored_run import StoredRun, make_run, rewrite_json_line
 
 from workbench import runs
+from workbench.campaign.html_export import export_html
 from workbench.demo import recorded_run
 from workbench.errors import RunStoreError
 from workbench.inspect import (
@@ -70,6 +73,40 @@ def test_a_view_has_picture_and_text_without_script_or_network(run):
         image = Image.open(BytesIO(data["image/png"]))
         assert image.width > 1_000 and metadata["image/png"]["width"] < 1_000
         assert len(data["image/png"]) < 300_000 and len(data["text/html"]) < 100_000
+
+
+def outside(figure) -> list[str]:
+    """The words of titles and axes that reach over the picture's edge or into a neighbour's title."""
+    figure.canvas.draw()
+    renderer, edge = figure.canvas.get_renderer(), figure.bbox.width
+    words = [text for ax in figure.axes for text in (ax._left_title, ax.title, ax.xaxis.label) if text.get_text()]
+    boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in words]
+    beside = {one for one, a in boxes for other, b in boxes if one != other and a.overlaps(b)}
+    return [text for text, box in boxes if box.x0 < 0 or box.x1 > edge or text in beside]
+
+
+def test_titles_of_many_causes_and_many_versions_stay_in_the_picture(run):
+    causes = [f"cause_with_a_long_name_number_{number}" for number in range(54)]
+    rows = run.rollouts.head(1).drop("cause").join(pl.DataFrame({"cause": causes}), how="cross")
+    many = SimpleNamespace(rollouts=rows.with_columns(step=pl.lit(1, pl.Int64)), calls=run.calls)
+    assert "12 of 54 causes" in PoisonTable(many).figure().axes[0].get_xlabel()
+    delta = LogprobDelta(run.logprobs().with_columns(weight_version=pl.int_range(pl.len()) % 9))
+    assert delta.figure().axes[1].get_title("left") == "mean |Δ| by place; 5 of 9 weight versions"
+    assert "v: weight version" in delta.figure().axes[1].get_xlabel()
+    for view in (PoisonTable(many), delta, PoisonTable(run), LogprobDelta(run)):
+        assert outside(view.figure()) == []
+
+
+def test_a_picture_in_an_exported_page_has_the_sentence_for_who_does_not_see_it(run, tmp_path):
+    (picture, metadata), _ = CaptureRate(run).snapshot().outputs()
+    shown = nbformat.v4.new_output("display_data", _as_text(picture), metadata=metadata)
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(outputs=[shown])])
+    export_html(notebook, tmp_path / "page.html", "page")
+    assert f'alt="{CaptureRate(run)}"' in (tmp_path / "page.html").read_text()
+
+
+def _as_text(data: dict) -> dict:
+    return {**data, "image/png": b64encode(data["image/png"]).decode()}
 
 
 def test_a_view_shows_picture_and_text_as_two_outputs(run, monkeypatch):

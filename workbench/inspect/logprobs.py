@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 WORST = 12
 WORST_LIVE = 300
 _CONTEXT = 8
+_ABOVE = 20
+"""Points between a panel and its title, for a line of words or a legend."""
 _REACH = 2
 """Sampled tokens by which a shift is looked for."""
 LABELS = {"shift_by_one": "shift", "temperature": "temperature", "truncated_support": "truncated support"}
@@ -157,7 +159,7 @@ class LogprobDelta(LiveView):
         )
 
     def draw(self) -> Figure:
-        figure, (spread, place) = panels(3.2, columns=2, width_ratios=[1.15, 1])
+        figure, (spread, place) = panels(3.4, columns=2, width_ratios=[1.15, 1])
         if self.numbers.tokens == 0:
             say_nothing_to_show(spread, self.why_empty)
             say_nothing_to_show(place, "nothing by position")
@@ -180,11 +182,11 @@ class LogprobDelta(LiveView):
         spread.set_ylim(0, counts.max() * 4)
         spread.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         spread.axvline(self.numbers.mean, color="black", lw=1.2, ls="--")
-        spread.set_title("Δ = trainer − sampler")
+        spread.set_title("Δ = trainer − sampler", pad=_ABOVE)
         spread.set_xlabel("nat; both ends gather what lies beyond; dashed: the mean")
         spread.set_ylabel("tokens (log scale)")
-        for x, side, words in ((0.02, "left", "← trainer less likely"), (0.98, "right", "trainer more likely →")):
-            spread.text(x, 0.97, words, transform=spread.transAxes, ha=side, va="top", fontsize=8.5)
+        for x, side, words in ((0.0, "left", "← trainer less likely"), (1.0, "right", "trainer more likely →")):
+            spread.text(x, 1.02, words, transform=spread.transAxes, ha=side, va="bottom", fontsize=8.5)
 
         parts = self.by_version()
         # As many as can be told apart; of more, the oldest and the newest ones.
@@ -202,8 +204,11 @@ class LogprobDelta(LiveView):
                 label=label,
             )
         some = "" if len(drawn) == len(parts) else f"; {len(drawn) - 1} of {len(parts) - 1:,} weight versions"
-        place.set_xlabel(f"by place: sampled token of the row{some}")
-        place.set_ylabel("mean |Δ|, nat")  # and no title: its line belongs to the legend, six entries long
+        place.set_title(f"mean |Δ| by place{some}", pad=_ABOVE)
+        place.set_xlabel(
+            "sampled token of the row; v: weight version" if len(parts) > 1 else "sampled token of the row"
+        )
+        place.set_ylabel("nat")
         place.set_ylim(bottom=0)
         legend_beside_title(place, columns=len(SERIES))
         return figure

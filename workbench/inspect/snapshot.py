@@ -42,7 +42,7 @@ class Snapshot:
         metadata: dict[str, Any] = {}
         if self.png is not None:
             data["image/png"] = self.png
-            metadata["image/png"] = {"width": DISPLAY_WIDTH_PX}
+            metadata["image/png"] = self._of_picture()
         return data, metadata
 
     def outputs(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -50,8 +50,12 @@ class Snapshot:
         parts: list[tuple[dict[str, Any], dict[str, Any]]] = []
         if self.png is not None:
             picture = {"image/png": self.png, "text/plain": self.text}
-            parts.append((picture, {"image/png": {"width": DISPLAY_WIDTH_PX}}))
+            parts.append((picture, {"image/png": self._of_picture()}))
         return [*parts, ({"text/html": self.html, "text/plain": self.text}, {})]
+
+    def _of_picture(self) -> dict[str, Any]:
+        """`alt` is what an exported page says to somebody who does not see the picture."""
+        return {"width": DISPLAY_WIDTH_PX, "alt": self.text}
 
 
 class StaticView(ABC):

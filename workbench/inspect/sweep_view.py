@@ -72,6 +72,8 @@ class SweepView(StaticView):
         drawn = self.table.filter(pl.col("step") > 0).head(_DRAWN)
         for place, row in enumerate(drawn.iter_rows(named=True)):
             steps = runs.open(row["path"]).steps.sort("step")
+            if not steps["reward_mean"].count():
+                continue  # nobody gave a reward: no line, and no name for one
             rewards = [np.nan if value is None else value for value in steps["reward_mean"].to_list()]
             look: dict[str, Any] = {
                 "color": SERIES[place % len(SERIES)],
@@ -80,11 +82,12 @@ class SweepView(StaticView):
             ax.plot(steps["step"].to_list(), rewards, lw=1.8, ms=4, label=self._label(row), **look)
             longest = max(longest, steps["step"].to_list(), key=len)
         if not longest:
-            say_nothing_to_show(ax, "no run has taken a step yet")
+            none = "no run has taken a step yet" if drawn.is_empty() else "no step of these runs has a reward"
+            say_nothing_to_show(ax, none)
             return figure
         ax.set_xlabel("optimiser step")
         step_ticks(ax, longest)
-        if drawn.height > 1:
+        if len(ax.lines) > 1:
             ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8.5)
         return figure
 

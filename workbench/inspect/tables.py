@@ -97,15 +97,20 @@ class PoisonTable(LiveView):
             say_nothing_to_show(only, self.sentence().removeprefix("Causes · "))
             return figure
         counts, height = shown["rollouts"].to_list(), 1.45 + 0.36 * len(names)
-        more = "" if len(names) == self.causes.height else f"; {len(names)} of {self.causes.height} causes, all below"
-        title = f"of {self.total:,} rollouts{more}"
+        more = (
+            ""
+            if len(names) == self.causes.height
+            else f"; {len(names)} of {self.causes.height} causes, all stand below"
+        )
+        of = f"of {self.total:,} rollouts"
         if self.by_step.is_empty():
             figure, (only,) = panels(height - 0.5)
-            bar_list(only, names, counts, f"rejected, {title}", self.total)
+            bar_list(only, names, counts, f"rejected, {of}{more}", self.total)
             return figure
         figure, (matrix, totals) = panels(height, columns=2, width_ratios=[2.1, 1])
         self._draw_matrix(matrix, names)
-        bar_list(totals, names, counts, title, self.total)
+        matrix.set_xlabel(f"optimiser step{more}")
+        bar_list(totals, names, counts, of, self.total)
         totals.set_yticks([])
         return figure
 
@@ -126,7 +131,6 @@ class PoisonTable(LiveView):
         labels = [f"{first + size * k}" if size == 1 else f"{first + size * k}–" for k in range(bins)]
         stride = max(1, -(-bins // 12))
         ax.set_xticks(range(0, bins, stride), labels[::stride])
-        ax.set_xlabel("optimiser step")
         ax.set_title("rejected rollouts by cause and step")
 
     def html(self) -> str:
