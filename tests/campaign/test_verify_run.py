@@ -324,3 +324,34 @@ def test_of_very_many_differences_some_are_shown_and_all_are_counted():
     for number in range(30):
         report.differs("rows/g0.parquet", f"r{number}", None, "another token")
     assert str(report).splitlines()[-1] == "  showing 20 of 30 differences; all: .differences"
+
+
+def test_lines_and_files_that_cannot_be_read_are_all_named(run_dir):
+    for file in ("events.jsonl", "ledger/stored.0.0.0.events.jsonl"):
+        path = run_dir / file
+        path.write_bytes(b"{broken\n" + (path.read_bytes() if path.exists() else b""))
+    (run_dir / "status.json").write_bytes(b'{"status": "do')
+    report = verify_run(run_dir)
+    assert [d.file for d in report.differences] == ["status.json", "events.jsonl", "ledger/stored.0.0.0.events.jsonl"]
+    assert "line 1 is not JSON" in str(report)
+
+
+def test_every_broken_line_of_a_log_is_named(run_dir):
+    path = run_dir / "groups.jsonl"
+    path.write_bytes(b"{broken\n" * 2 + path.read_bytes())
+    assert [d.file for d in verify_run(run_dir).differences] == ["groups.jsonl"] * 2
+
+
+@pytest.mark.parametrize(("steps", "name"), [(1, "weight_version"), (3, "reward_mean")])
+def test_a_line_that_says_its_things_under_another_name_is_named(tmp_path, steps, name):
+    path = make_run(tmp_path / "stored", steps=steps) / "steps.jsonl"
+    first, rest = path.read_bytes().split(b"\n", 1)
+    path.write_bytes(first.replace(name.encode(), b"we<on") + b"\n" + rest)
+    (difference,) = verify_run(path.parent).differences
+    assert difference.what == f"the line of 1 has no {name}, and it alone has 'we<on'"
+
+
+def test_a_line_of_a_newer_version_that_says_more_holds(tmp_path):
+    path = make_run(tmp_path / "stored", steps=2) / "steps.jsonl"
+    rewrite_json_line(path, 1, {"new": 1.0})
+    assert verify_run(path.parent).ok

@@ -330,18 +330,6 @@ def test_a_rollout_in_flight_is_not_called_unknown(tmp_path):
         run.tokens("fly.9.0.0")
 
 
-def test_a_damaged_ledger_costs_its_own_rollout_and_not_the_sight_of_the_others(tmp_path):
-    path = make_run(tmp_path / "stored")
-    whole = runs.open(path).calls
-    ledger = path / "ledger" / "stored.0.1.0.lineage.jsonl"
-    ledger.write_bytes(b"{broken\n" + ledger.read_bytes())
-    run = runs.open(path)
-    others = pl.col("rollout_id") != "stored.0.1.0"
-    assert run.calls.filter(others).equals(whole.filter(others))
-    lost = run.calls.filter(~others & pl.col("failure_reason").is_not_null()).row(0, named=True)
-    assert lost["relation"] == "failed" and f"{ledger}, line 1" in lost["detail"]
-
-
 def test_a_value_that_does_not_fit_its_column_is_named_with_column_and_table():
     with pytest.raises(RunStoreError, match="Column group_ids of table steps does not hold"):
         frames.frame_of("steps", [{"step": 1, "group_ids": 5}])

@@ -23,6 +23,7 @@ import orjson
 from pydantic import ValidationError
 
 from workbench.campaign.verify_ledger import verify_ledgers
+from workbench.campaign.verify_logs import recorded, verify_lines, verify_words
 from workbench.campaign.verify_report import VerifyReport
 from workbench.echo.finalizer import ECHOED, stored_chains
 from workbench.echo.rows import assemble_echo
@@ -32,7 +33,6 @@ from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome
 from workbench.finalizer.parts import call_records, row_records
 from workbench.finalizer.routes import RouteDims, RoutePlan, RouteSettings
 from workbench.finalizer.verdicts import Staged
-from workbench.inspect.html import count
 from workbench.runs.frames import read_lines, read_parts
 from workbench.runs.schema import columns
 from workbench.runs.staged import staged_call
@@ -48,45 +48,25 @@ def verify_run(run_dir: Path | str) -> VerifyReport:
     run = runs.open(run_dir)
     report = VerifyReport(run.name)
     stored = {path.stem for kind in ("calls", "rows") for path in (run.path / kind).glob("*.parquet")}
-    groups = _recorded(run.path / "groups.jsonl", "group_id", report)
-    recorded = groups or set()
+    groups = recorded(run.path / "groups.jsonl", "group_id", report)
     done = run.status.get("status") == "done"
-    unfinished = set() if done else _unfinished(run.path, stored - recorded)
-    verified = (stored | recorded) - unfinished
+    verify_words(run.path, report)
+    unfinished = set() if done else _unfinished(run.path, stored - (groups or set()))
+    verified = (stored | (groups or set())) - unfinished
     for name in sorted(verified):
         _Group(run.path, name, report).verify()
     if unfinished:
         report.not_compared.append(f"unfinished, so it counts as never sampled: {', '.join(sorted(unfinished))}")
     trained = _verify_training(run.path, verified, report)
-    steps = _recorded(run.path / "steps.jsonl", "step", report)
+    steps = recorded(run.path / "steps.jsonl", "step", report)
     for step in sorted(steps or (), key=str):
         if not (run.path / "train" / f"step-{step}.parquet").exists():
             report.differs(f"train/step-{step}.parquet", None, None, "this part is missing")
     if done:  # one that was stopped may have come to its parts and not to their lines
         taken = {int(path.stem[5:]) for path in (run.path / "train").glob("step-*.parquet") if path.stem[5:].isdigit()}
-        _verify_lines(run.path / "steps.jsonl", "step", steps, taken, report)
-        _verify_lines(run.path / "groups.jsonl", "group", groups, trained, report)
+        verify_lines(run.path / "steps.jsonl", "step", steps, taken, report)
+        verify_lines(run.path / "groups.jsonl", "group", groups, trained, report)
     return report
-
-
-def _recorded(path: Path, key: str, report: VerifyReport) -> set[Any] | None:
-    """What a log says is there: a part that is gone altogether is named by nothing else. None for a damaged log."""
-    try:
-        return {row[key] for row in read_lines(path) if isinstance(row.get(key), str | int)}
-    except RunStoreError as error:
-        report.differs(path.name, None, None, str(error))
-        return None
-
-
-def _verify_lines(path: Path, noun: str, recorded: set[Any] | None, trained: set[Any], report: VerifyReport) -> None:
-    """Every step or group that was trained has its line in the log; where none has, that is one difference."""
-    lacking = sorted(trained - recorded) if recorded is not None else []
-    if lacking and not recorded:
-        what = f"holds no {noun}" if path.exists() else "this file is missing"
-        report.differs(path.name, None, None, f"{what}, {count(len(trained), noun)} of this finished run were trained")
-        return
-    for each in lacking:
-        report.differs(path.name, None, None, f"has no line of {noun} {each}, which was trained")
 
 
 def _unfinished(run_dir: Path, unrecorded: set[str]) -> set[str]:

@@ -37,6 +37,7 @@ class CaptureRate(StaticView):
 
     def __init__(self, run: Any) -> None:
         rollouts: pl.DataFrame = run.rollouts
+        self.unplaced = _unplaced(rollouts)
         self.finalised, self.valid = rollouts.height, int((rollouts["sample_mask"] == 1).sum())
         rows = rollouts.group_by("step").agg(
             pl.len().cast(pl.Int64).alias("rows_seen"), (pl.col("sample_mask") == 1).sum().cast(pl.Int64).alias("valid")
@@ -52,6 +53,8 @@ class CaptureRate(StaticView):
         if self.steps.is_empty():
             said = f" · {self.valid:,} of {markup.count(self.finalised, 'rollout')} valid" if self.finalised else ""
             return f"Capture over steps · no step yet{said}"
+        if self.unplaced:
+            return f"Capture over {markup.count(self.steps.height, 'step')} · {self.unplaced}"
         rows, valid = int(self.steps["rows_seen"].sum()), int(self.steps["valid"].sum())
         rate = self.steps["token_in_rate_after_roots"].mean()
         said = "not recorded" if rate is None else f"{rate:.4g}"
@@ -122,8 +125,11 @@ class RewardCurve(StaticView):
 
     def __init__(self, run: Any) -> None:
         valid: pl.DataFrame = run.rollouts.filter(pl.col("sample_mask") == 1)
+        self.unplaced = _unplaced(valid)
         self.rollouts = valid.drop_nulls(["step", "reward"]).sort("step", "group_id", "index")
-        self.untrained = valid.select("rollout_id", "reward") if self.rollouts.is_empty() else valid.clear()
+        self.untrained = (
+            valid.select("rollout_id", "reward") if self.rollouts.is_empty() and not self.unplaced else valid.clear()
+        )
         """Valid rollouts of a run of which no step has trained any; their reward is null where none was given."""
         self.steps = (
             self.rollouts.group_by("step")
@@ -142,7 +148,7 @@ class RewardCurve(StaticView):
             mean = f"mean {rewards.mean():.3f} of {rewards.size:,} with a reward" if rewards.size else "no reward given"
             return f"Reward · {markup.count(self.untrained.height, 'valid rollout')}, none trained · {mean}"
         if self.steps.is_empty():
-            return "Reward over steps · no valid rollout yet"
+            return f"Reward over steps · {self.unplaced or 'no valid rollout yet'}"
         first, last = self.steps["mean"][0], self.steps["mean"][-1]
         return (
             f"Reward over {markup.count(self.steps.height, 'step')} · mean {first:.3f} at the first, "
@@ -193,7 +199,7 @@ class RewardCurve(StaticView):
         if all(reward is None for reward in rewards):
             figure, (ax,) = panels(0.9)
             said = f"{markup.count(len(rewards), 'valid rollout')}, and no reward was given" if rewards else ""
-            say_nothing_to_show(ax, said or "no valid rollout has been finalised yet")
+            say_nothing_to_show(ax, said or self.unplaced or "no valid rollout has been finalised yet")
             return figure
         figure, (ax,) = panels(3.1)
         at = list(range(1, len(rewards) + 1))
@@ -225,6 +231,15 @@ class RewardCurve(StaticView):
         ]
         header = ("step", "mean", "std", "best", "valid rows")
         return markup.block(markup.line(self.sentence(), strong=True), markup.table(header, rows))
+
+
+def _unplaced(rollouts: pl.DataFrame) -> str:
+    """What is said instead of numbers by step where rollouts were trained and groups.jsonl names no step of any; else
+    empty."""
+    trained = 0 if "trained_step" not in rollouts.columns else int(rollouts["trained_step"].count())
+    if not trained or rollouts["step"].count():
+        return ""
+    return f"the step of none of {markup.count(trained, 'trained rollout')} is known"
 
 
 def _number(value: float | int | None, spec: str) -> markup.Cell:

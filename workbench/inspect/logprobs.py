@@ -142,13 +142,15 @@ class LogprobDelta(LiveView):
         self.verdicts: list[Verdict] = examine(*by_rollout(self.finite), reach=_REACH)
         self.shift = int(self.verdicts[0].evidence.get("shift", 0))
         self.suspects = _suspects(source)
+        self.left_out = _left_out(source)
 
     def sentence(self) -> str:
         n = self.numbers
         if n.tokens == 0:
-            return f"Log-prob delta · {self.why_empty}"
+            return f"Log-prob delta · {self.why_empty}{f' · {self.left_out}' if self.left_out else ''}"
         found = "in place" if self.shift == 0 else f"SHIFTED BY {self.shift:+d}"
         lost = f" · {self.nonfinite:,} more NOT FINITE" if self.nonfinite else ""
+        lost += f" · {self.left_out}" if self.left_out else ""
         return (
             f"Log-prob delta · {n.tokens:,} sampled tokens · mean |Δ| {n.mean_abs:.4f} · p99 {n.p99_abs:.3f} · "
             f"max {n.max_abs:.3f} nat · positions {found}{lost}"
@@ -316,3 +318,13 @@ class LogprobDelta(LiveView):
         from workbench.inspect.live.delta import DeltaAndTokens
 
         return DeltaAndTokens(self)
+
+
+def _left_out(source: Any) -> str:
+    """The damaged parts whose tokens are in none of the numbers, by file; empty for none."""
+    damaged = source.damaged_parts() if hasattr(source, "damaged_parts") else ()
+    files = [f"{path.parent.name}/{path.name}" for path in damaged if path.parent.name in ("rows", "train")]
+    if not files:
+        return ""
+    some = ", ".join(files[:3]) + (", …" if len(files) > 3 else "")
+    return f"{markup.count(len(files), 'damaged part')} LEFT OUT ({some})"

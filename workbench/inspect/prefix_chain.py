@@ -283,6 +283,9 @@ def _no_calls(source: Any, calls: pl.DataFrame, rollout_id: str) -> str:
     rollout = rollout_row(source, rollout_id)
     if rollout is not None:
         return f"Rollout {rollout_id} has no recorded call, so there is no chain: {custody_of(rollout, None).words}"
+    for words in getattr(source, "damage", ()):
+        if f"/{rollout_id}." in words:
+            return f"No call of rollout {rollout_id} can be read: {words}"
     known = ", ".join(calls["rollout_id"].unique().sort().head(3).to_list())
     return f"No calls of rollout {rollout_id!r} here; there are, for instance: {known or 'none'}"
 

@@ -12,14 +12,39 @@ from typing import Any
 
 import orjson
 
+_STATES = {"running": "running", "done": "finished", "failed": "failed", "killed": "interrupted"}
+
 
 def read_status(run_dir: Path) -> dict[str, Any]:
     """What the campaign last said of itself; `{}` before it has said anything, or where that cannot be read."""
+    return _stored_status(run_dir) or {}
+
+
+def broken_status(run_dir: Path) -> list[str]:
+    """One sentence where what the campaign last said of itself cannot be read."""
+    return [f"{run_dir / 'status.json'} is not a JSON object"] if _stored_status(run_dir) is None else []
+
+
+def state_of(run_dir: Path) -> tuple[str, str | None]:
+    """What became of a run (`state` of table campaigns), and what ended it, where something did."""
+    status = read_status(run_dir)
+    state = _STATES.get(str(status.get("status")), "running")
+    if state != "running" or is_being_written(run_dir):
+        return state, status.get("error")
+    if broken_status(run_dir):
+        return "unknown", "status.json cannot be read, so how the run ended is not known"
+    return "interrupted", status.get("error") or "the process that wrote this run is gone"
+
+
+def _stored_status(run_dir: Path) -> dict[str, Any] | None:
+    """`{}` where none was stored, None for what is none."""
     try:
         tree = orjson.loads((run_dir / "status.json").read_bytes())
-    except (FileNotFoundError, orjson.JSONDecodeError):
+    except FileNotFoundError:
         return {}
-    return tree if isinstance(tree, dict) else {}
+    except orjson.JSONDecodeError:
+        return None
+    return tree if isinstance(tree, dict) else None
 
 
 def read_recipe(run_dir: Path) -> dict[str, Any] | None:

@@ -2,8 +2,8 @@
 
 In: a directory of `<rollout_id>.lineage.jsonl` files, ours or a NeMo Gym run's. Out: one dict a call, in ledger order,
 custody rows and failure rows alike, with the names that the calls table uses. Token-free, as ledgers are.
-Invariants: a torn last line was never acknowledged and is not a call; a damaged ledger costs its own rollout and never
-the sight of the others. Not here: resolving and writing (the ledger room).
+Invariants: a torn last line was never acknowledged and is not a call; a damaged ledger is named, and costs its own
+rollout's rows and never the sight of the others. Not here: resolving and writing (the ledger room).
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 from workbench.errors import LedgerCorrupt, RunStoreError
 from workbench.ledger.resolve import CustodyRow, FailureRow
 from workbench.ledger.rows import parse_row
-from workbench.runs.frames import read_lines, scan_lines
+from workbench.runs.frames import Signature, read_lines, scan_lines, signature
 from workbench.runs.relations import relate
-from workbench.wire import Cause
 
 SUFFIX = ".lineage.jsonl"
 EVENTS_SUFFIX = ".events.jsonl"
@@ -83,15 +82,52 @@ def ledger_rows(path: Path) -> list[dict[str, Any]]:
     return calls
 
 
-def recorded_calls(directory: Path) -> dict[str, list[dict[str, Any]]]:
-    """The calls of every ledger in a directory, by rollout."""
-    recorded: dict[str, list[dict[str, Any]]] = {}
-    for path in ledger_files(directory):
-        try:
-            recorded[rollout_of(path)] = ledger_rows(path)
-        except (RunStoreError, OSError) as error:
-            recorded[rollout_of(path)] = [_unreadable(path, error)]
-    return recorded
+class Ledgers:
+    """The ledgers of a directory with the diagnoses beside them. What of a file cannot be read is found out once, until
+    it is another file."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._broken: dict[Path, tuple[Signature | None, list[str]]] = {}
+
+    def files(self) -> list[Path]:
+        """Ledgers, then diagnoses, each by rollout."""
+        return [*ledger_files(self._directory), *event_files(self._directory)]
+
+    def calls(self) -> dict[str, list[dict[str, Any]]]:
+        """The calls of every ledger that can be read, by rollout."""
+        recorded: dict[str, list[dict[str, Any]]] = {}
+        for path in ledger_files(self._directory):
+            before = signature(path)
+            try:
+                recorded[rollout_of(path)] = ledger_rows(path)
+                self._broken[path] = (before, [])
+            except (RunStoreError, OSError) as error:
+                self._broken[path] = (before, scan_lines(path).broken or [str(error)])
+        return recorded
+
+    def broken(self, rollout_id: str | None = None) -> list[str]:
+        """One sentence for each line that cannot be read (of a ledger whose lines are no rows: for the first), of all
+        ledgers and diagnoses or those of one rollout."""
+        told = []
+        for path in self.files():
+            if rollout_id is not None and path.name not in (f"{rollout_id}{SUFFIX}", f"{rollout_id}{EVENTS_SUFFIX}"):
+                continue
+            now = signature(path)
+            if path not in self._broken or self._broken[path][0] != now:
+                self._broken[path] = (now, _broken_lines(path))
+            told += self._broken[path][1]
+        return told
+
+
+def _broken_lines(path: Path) -> list[str]:
+    try:
+        broken = scan_lines(path).broken
+        if not broken and path.name.endswith(SUFFIX):
+            ledger_rows(path)
+    except (RunStoreError, OSError) as error:
+        return [str(error)]
+    return broken
 
 
 def known_calls(recorded: list[dict[str, Any]], stored: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -113,19 +149,6 @@ def _known(row: dict[str, Any]) -> dict[str, Any]:
 
 def _manifest_order(row: dict[str, Any]) -> int:
     return row["manifest_index"] if row["manifest_index"] is not None else 2**31
-
-
-def _unreadable(path: Path, error: Exception) -> dict[str, Any]:
-    """What stands for a ledger that cannot be read: one failed call that says which file and line."""
-    return {
-        "rollout_id": rollout_of(path),
-        "model_call_id": "unreadable",
-        "order": 1,
-        "manifest_index": 0,
-        "disposition": "failed",
-        "failure_reason": Cause.MISSING_RECEIPT.value,
-        "detail": str(error),
-    }
 
 
 def _add_drift(path: Path, calls: list[dict[str, Any]]) -> None:

@@ -1,6 +1,6 @@
 """Damage: what of a run's files could not be read, in sentences.
 
-In: the scanned journals of a run, its recipe, its ledger files, its Parquet parts. Out: one sentence a line or part
+In: the scanned journals of a run, its ledger files, its Parquet parts. Out: one sentence a line, part or log
 that is missing from the frames, with its file and place, and the short form of all for the run's own sentence.
 Not here: leaving lines and parts out (frames), digests (campaign.verify_run).
 """
@@ -17,6 +17,7 @@ from workbench.runs.frames import Parts, Signature, has_torn_line, signature
 
 _TORN = "its last line is torn"
 _PART = " part of table "
+_LOG = " of this finished run were trained"
 
 
 class DamagedParts:
@@ -44,12 +45,19 @@ def torn_lines(files: Iterable[Path]) -> list[str]:
     return [f"{path}: {_TORN}" for path in files if has_torn_line(path)]
 
 
+def lost_log(path: Path, noun: str, trained: int) -> str:
+    """What is wrong with a log without one line of the `trained` steps or groups that its run has parts of."""
+    what = f"holds no {noun}" if path.exists() else "this file is missing"
+    return f"{what}, {trained:,} {noun}{'' if trained == 1 else 's'}{_LOG}"
+
+
 def in_short(told: Sequence[str], base: Path) -> str:
     """ " · 1 torn line left out (steps.jsonl: its last line is torn)"; empty for no damage."""
     if not told:
         return ""
-    torn, damaged = (sum(what in words for words in told) for what in (_TORN, _PART))
-    counts = ((torn, "torn line"), (len(told) - torn - damaged, "broken line"), (damaged, "damaged part"))
+    kinds = ((_TORN, "torn line"), (", line ", "broken line"), (_PART, "damaged part"), (_LOG, "lost log"))
+    counts = [(sum(mark in words for words in told), what) for mark, what in kinds]
+    counts.append((len(told) - sum(count for count, _ in counts), "unreadable file"))
     parts = [f"{count} {what}{'s' if count > 1 else ''}" for count, what in counts if count]
     first = told[0].replace(f"{base}/", "").partition(": " if _PART in told[0] else " (")[0]
     more = "; all: .damage" if len(told) > 1 else ""

@@ -261,6 +261,8 @@ def _read_part(table: str, path: Path, *, expected: pa.Schema, empty: pl.DataFra
         return None
     except (pa.ArrowException, OSError, ValueError, pl.exceptions.PolarsError) as error:
         why = " ".join(str(error).split()).rstrip(".")
+        if "magic bytes not found" in why:
+            why = "its end is missing, or it is no Parquet file"
         raise _damaged(path, f"is not a readable part of table {table}: {why}") from error
 
 

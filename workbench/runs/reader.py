@@ -25,9 +25,9 @@ import polars as pl
 
 from workbench.errors import RunStoreError
 from workbench.runs import frames
-from workbench.runs.condition import is_being_written, read_recipe, read_status
-from workbench.runs.custody import broken_events, event_files, known_calls, ledger_files, recorded_calls
-from workbench.runs.damage import DamagedParts, in_short, torn_lines
+from workbench.runs.condition import broken_status, is_being_written, read_recipe, read_status, state_of
+from workbench.runs.custody import Ledgers, known_calls, ledger_files
+from workbench.runs.damage import DamagedParts, in_short, lost_log, torn_lines
 from workbench.runs.finding import find, is_run, no_run
 from workbench.runs.gathered import TABLES, Gathered
 from workbench.runs.staged import staged_call
@@ -37,8 +37,6 @@ from workbench.runs.vocabulary import Vocabulary, load_vocabulary, vocabulary_fi
 from workbench.wire import RolloutReceipt, StagedCall
 
 _JOURNALS = ("steps", "groups", "events")
-_STATES = {"running": "running", "done": "finished", "failed": "failed", "killed": "interrupted"}
-
 
 # A valid row without a receipt's terminal was echoed: there was nothing to verify it by.
 _IS_VERIFIED = ((pl.col("sample_mask") == 1) & pl.col("terminal_selection").is_not_null()).fill_null(False)
@@ -77,6 +75,7 @@ class Run:
         self._cache: dict[str, tuple[Any, Any]] = {}
         self._gathered = {table: Gathered(path, table) for table in TABLES}
         self._damaged = DamagedParts()
+        self._ledgers = Ledgers(path / "ledger")
 
     @property
     def name(self) -> str:
@@ -94,19 +93,19 @@ class Run:
 
     @property
     def damage(self) -> list[str]:
-        """One sentence for each line and part of the run that could not be read, with file and place; usually none.
+        """One sentence for each line, part and log of the run that could not be read, with its place; usually none.
 
         The line that a running campaign is just writing does not count, and of a part only what was read of it: token
         arrays are on demand (`workbench verify` reads everything).
         """
         told = [words for name in _JOURNALS for words in self._scanned(name).broken]
+        told += broken_status(self.path)
         if self._stored_recipe() is None:
             told.append(f"{self.path / 'recipe.yaml'} is not YAML")
-        ledger = self.path / "ledger"
-        told += self._cached("diagnoses", event_files(ledger), lambda: broken_events(ledger))
+        told += self._ledgers.broken()
         if not is_being_written(self.path):
             files = [self.path / f"{name}.jsonl" for name in _JOURNALS] + ledger_files(self.path / "ledger")
-            told += self._cached("torn", files, lambda: torn_lines(files))
+            told += self._cached("torn", files, lambda: torn_lines(files)) + self._lost_logs()
         return told + [str(error) for error in self.damaged_parts().values()]
 
     def damaged_parts(self) -> dict[Path, RunStoreError]:
@@ -131,9 +130,9 @@ class Run:
     @property
     def campaign(self) -> pl.DataFrame:
         """One row: the run as a whole (columns of table `campaigns`)."""
-        status, recipe, steps = self.status, self.recipe, self.steps
+        recipe, steps = self.recipe, self.steps
         rollouts, events = self.rollouts, self._lines("events")
-        state, error = self._state(status)
+        state, error = state_of(self.path)
         times = [event["at"] for event in events if isinstance(event.get("at"), (int, float))]
         row = {
             "run": self.name,
@@ -173,9 +172,8 @@ class Run:
     @property
     def calls(self) -> pl.DataFrame:
         """One row a model call: staged, failed and unresolved ones, of rollouts still in flight too."""
-        ledger = self.path / "ledger"
         # A diagnosis is written after the row that it is about.
-        paths = [*self._parts("calls"), *ledger_files(ledger), *event_files(ledger), self.path / "events.jsonl"]
+        paths = [*self._parts("calls"), *self._ledgers.files(), self.path / "events.jsonl"]
         return self._frame("calls", paths, self._build_calls)
 
     @property
@@ -292,13 +290,15 @@ class Run:
     def _stored_recipe(self) -> dict[str, Any] | None:
         return self._cached("recipe", [self.path / "recipe.yaml"], lambda: read_recipe(self.path))
 
-    # -- reading -----------------------------------------------------------------------------------------------
+    def _lost_logs(self) -> list[str]:
+        """One sentence for each log of a finished run that names nothing of what was trained."""
+        if self.status.get("status") != "done":
+            return []
+        trained = {"step": len(self._parts("train")), "group": self._stored("train")["group_id"].n_unique()}
+        lost = [(self.path / f"{noun}s.jsonl", noun, many) for noun, many in trained.items() if many]
+        return [f"{log}: {lost_log(log, noun, many)}" for log, noun, many in lost if not self._lines(f"{noun}s")]
 
-    def _state(self, status: dict[str, Any]) -> tuple[str, str | None]:
-        state = _STATES.get(str(status.get("status")), "running")
-        if state == "running" and not is_being_written(self.path):
-            return "interrupted", status.get("error") or "the process that wrote this run is gone"
-        return state, status.get("error")
+    # -- reading -----------------------------------------------------------------------------------------------
 
     def _build_steps(self) -> pl.DataFrame:
         name = self.name  # read once, not once a row
@@ -318,7 +318,7 @@ class Run:
         stored: dict[str, dict[str, dict[str, Any]]] = {}
         for row in self._stored("calls").to_dicts():
             stored.setdefault(row["rollout_id"], {})[row["model_call_id"]] = row
-        recorded = recorded_calls(self.path / "ledger")
+        recorded = self._ledgers.calls()
         group_of, name = self._groups_of_rollouts(), self.name
         rows = [
             call | {"run": name, "group_id": call.get("group_id") or group_of.get(rollout_id)}
@@ -363,6 +363,8 @@ class Run:
             )
         known = self.rollouts["rollout_id"].to_list()
         some = f"for instance {', '.join(known[:3])}" if known else "none yet"
+        if broken := self._ledgers.broken(rollout_id):
+            return RunStoreError(f"Nothing of rollout {rollout_id} can be read: {broken[0]}")
         lost = "".join(f"; {error}" for error in list(self.damaged_parts().values())[:1])
         return RunStoreError(f"Run {self.name} has no rollout {rollout_id!r}; it has {len(known)}, {some}{lost}")
 

@@ -18,7 +18,13 @@ from workbench.errors import RunStoreError
 from workbench.runs import reader
 from workbench.runs.damage import in_short
 
-_WORDS = {"running": "running", "finished": "done", "failed": "failed", "interrupted": "killed"}
+_WORDS = {
+    "running": "running",
+    "finished": "done",
+    "failed": "failed",
+    "interrupted": "killed",
+    "unknown": "unreadable",
+}
 COLUMNS = {
     "run": pl.String,
     "status": pl.String,  # done, failed, killed, running, unreadable

@@ -1,0 +1,58 @@
+"""Verify logs: what a stored run says of itself in lines, where nothing of it can be recomputed.
+
+In: a run directory. Out: differences for lines and files that are not JSON, for a line that says its things under other
+names than its neighbours, and for what was trained and has no line. Not here: the values of a line; ledgers
+(verify_ledger) and receipts (verify_run), which are held against each other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from workbench.campaign.verify_ledger import LEDGER
+from workbench.campaign.verify_report import VerifyReport
+from workbench.runs.condition import broken_status
+from workbench.runs.custody import event_files
+from workbench.runs.damage import lost_log
+from workbench.runs.frames import scan_lines
+from workbench.runs.schema import columns
+
+_ALWAYS = {"steps.jsonl": {"step", "weight_version", "group_ids"}, "groups.jsonl": {"group_id", "step"}}
+"""What every line of a log says; where there are several lines, each says what all others do."""
+
+
+def verify_words(run_dir: Path, report: VerifyReport) -> None:
+    """The status, the events and the diagnoses beside the ledgers can be read."""
+    for words in broken_status(run_dir):
+        report.differs("status.json", None, None, words)
+    for path in [run_dir / "events.jsonl", *event_files(run_dir / LEDGER)]:
+        for words in scan_lines(path).broken:
+            report.differs(str(path.relative_to(run_dir)), None, None, words)
+
+
+def recorded(path: Path, key: str, report: VerifyReport) -> set[Any] | None:
+    """What a log says is there: a part that is gone altogether is named by nothing else. None for a damaged log."""
+    lines = scan_lines(path)
+    for words in lines.broken:
+        report.differs(path.name, None, None, words)
+    lines_with, many = Counter(name for row in lines.rows for name in row), len(lines.rows)
+    declared = {column.name for column in columns(path.stem)} | {key}
+    for row in lines.rows:
+        usual = {name for name, times in lines_with.items() if times == many - 1} if many > 1 else _ALWAYS[path.name]
+        odd = [repr(name) for name in row if lines_with[name] == 1 and name not in declared][:3]
+        if (lacking := sorted(usual - set(row))) and odd:  # a newer version adds names, and takes none away
+            what = f"the line of {row.get(key)!r} has no {', '.join(lacking)}, and it alone has {', '.join(odd)}"
+            report.differs(path.name, None, None, what)
+    return None if lines.broken else {row[key] for row in lines.rows if isinstance(row.get(key), str | int)}
+
+
+def verify_lines(path: Path, noun: str, named: set[Any] | None, trained: set[Any], report: VerifyReport) -> None:
+    """Every step or group that was trained has its line in the log; where none has, that is one difference."""
+    lacking = sorted(trained - named) if named is not None else []
+    if lacking and not named:
+        report.differs(path.name, None, None, lost_log(path, noun, len(trained)))
+        return
+    for each in lacking:
+        report.differs(path.name, None, None, f"has no line of {noun} {each}, which was trained")
