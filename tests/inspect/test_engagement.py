@@ -53,6 +53,13 @@ def test_a_probe_that_captured_nothing_is_named(run_dir):
     assert verdict(run_dir) == "Capture is NOT on: start-up probe"
 
 
+def test_a_served_run_has_its_probe_too(run_dir):
+    events = run_dir / "events.jsonl"
+    assert b'"kind":"started"' in events.read_bytes()
+    events.write_bytes(events.read_bytes().replace(b'"kind":"started"', b'"kind":"serving"'))
+    assert verdict(run_dir).startswith("Capture is on: ")
+
+
 def test_deltas_that_never_came_out_of_transferqueue_are_named(run_dir):
     for part in (run_dir / "calls").glob("*.parquet"):
         rewrite(part, staging="missing_staging_row")

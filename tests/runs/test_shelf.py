@@ -6,9 +6,11 @@ import shutil
 from pathlib import Path
 
 import orjson
+import pytest
 
 from workbench import demo
 from workbench.campaign.listing import list_lines
+from workbench.runs import reader
 from workbench.runs.shelf import overview, run_directories
 
 
@@ -41,6 +43,8 @@ def test_a_served_run_has_no_step_of_a_plan_to_train(tmp_path):
     (run / "steps.jsonl").write_bytes(b"")
     table = overview([run])
     assert table.select("step", "steps").row(0) == (None, None)
+    rewards = reader.open(run).rollouts.filter(sample_mask=1)["reward"]
+    assert table["reward"][0] == pytest.approx(rewards.mean())
     assert list_lines(table)[1].split()[3] == "–"
 
 

@@ -119,7 +119,10 @@ def main() -> None:
     help="Print places, processes, paths, commands; start nothing. Exit 2 when something is lacking.",
 )
 def run(recipe: str, overrides: tuple[str, ...], run_name: str | None, dry_run: bool) -> None:
-    """Run a campaign; leaves notebook and records in reports/RUN/."""
+    """Run a campaign; leaves notebook and records in reports/RUN/.
+
+    Exit 0 when it is done and something was trained.
+    """
     from workbench.campaign.doctor import refuse_unable
 
     checked = checked_recipe(recipe, overrides)
@@ -203,7 +206,7 @@ def sweep(recipe: str, overrides: tuple[str, ...]) -> None:
     """Run a recipe once for each value, or combination of values.
 
     Runs go one after the other; a failed one does not stop the next. Leaves them and one index notebook over all in
-    reports/NAME-sweep-N/. Exit 0 when every run is done.
+    reports/NAME-sweep-N/. Exit 0 when every run is done and trained something.
     """
     from workbench.campaign.doctor import refuse_unable
     from workbench.campaign.sweep import plan_sweep, run_sweep

@@ -77,7 +77,7 @@ class Engagement(StaticView):
         return markup.block(*parts)
 
     def _probe(self) -> Evidence:
-        started = self._run.events.filter(pl.col("kind") == "started")
+        started = self._run.events.filter(pl.col("kind").is_in(["started", "serving"]))
         if started.is_empty():
             return Evidence("start-up probe", "the run has not started yet", None)
         probe = orjson.loads(started["fields"][-1]).get("probe") or {}

@@ -31,7 +31,7 @@ COLUMNS = {
     "resumed": pl.Int64,  # how often it was stopped and gone on with
     "step": pl.Int64,  # null, as `steps` is, of a served run: nothing is trained there
     "steps": pl.Int64,  # what its recipe asks for
-    "reward": pl.Float64,  # mean of the last step
+    "reward": pl.Float64,  # mean of the last step; of a served run that of all valid rollouts
     "token_in_rate": pl.Float64,  # of all calls, roots and failed ones too
     "token_in_rate_after_roots": pl.Float64,
     "rejected": pl.Int64,  # rollouts without a vote
@@ -74,7 +74,7 @@ def _read(run: reader.Run) -> dict[str, Any]:
         "resumed": int(run.status.get("resumed") or 0),
         "step": None if served else steps["step"].max() or 0,
         "steps": None if served else (run.recipe.get("train") or {}).get("steps"),
-        "reward": steps.sort("step")["reward_mean"][-1] if steps.height else None,
+        "reward": _valid_mean(rollouts) if served else steps.sort("step")["reward_mean"][-1] if steps.height else None,
         "token_in_rate": token_in / calls.height if calls.height else None,
         "token_in_rate_after_roots": token_in / (calls.height - roots) if calls.height > roots else None,
         "rejected": int((rollouts["sample_mask"] == 0).sum()),
@@ -82,3 +82,9 @@ def _read(run: reader.Run) -> dict[str, Any]:
         "error": campaign["error"] or in_short(run.damage, run.path).removeprefix(" · ") or None,
         "path": str(run.path),
     }
+
+
+def _valid_mean(rollouts: pl.DataFrame) -> float | None:
+    """Mean reward of the valid rollouts that have one."""
+    rewards = rollouts.filter(pl.col("sample_mask") == 1)["reward"].drop_nulls()
+    return float(rewards.to_numpy().mean()) if rewards.len() else None
