@@ -36,6 +36,8 @@ def test_a_ledger_line_that_is_no_row_is_named_until_the_file_is_another(tmp_pat
     assert run.damage == []
     ledger.write_bytes(whole.replace(b'"model_call_id"', b'"model_cal"', 1))
     assert [f"{ledger}, line 1: expected a custody or failure row" in told for told in run.damage] == [True]
+    ledger.write_bytes(whole.replace(b'"prev_len":', b'"prev_lem":', 1))
+    assert run.calls.height == calls.height and "line 1: call" in run.damage[0]
     ledger.write_bytes(whole)
     assert run.damage == [] and run.calls.equals(calls)
 
