@@ -84,6 +84,10 @@ def diagnose_drift(
     return Drift(cause, call.model_call_id, None if in_envelope else position, detail, difference)
 
 
+def _item(position: int) -> str:
+    return f"item {position} (from 0)"
+
+
 def _nearest(recorded: Sequence[CallItems], came: list[ItemDigest]) -> tuple[CallItems, list[ItemDigest]] | None:
     ranks = shared_items(recorded, [item.digest for item in came])
     best = max(
@@ -114,17 +118,17 @@ def _compare(
     if REQUEST_ENVELOPE_ROLE in (was.role, now.role if now else ""):
         return Cause.TOOLS_CHANGED, "the request's tools or instructions differ from those of the recorded call"
     if was.role == "reasoning" and now is not None and now.role != "reasoning":
-        return Cause.TEMPLATE_STRIPPED_REASONING, f"item {position} (from 0): the recorded reasoning item is gone"
+        return Cause.TEMPLATE_STRIPPED_REASONING, f"{_item(position)}: the recorded reasoning item is gone"
     if was.role == "function_call" and now is not None and _after_calls(expected, position, now):
-        return Cause.TOOL_CALL_DROPPED, f"item {position} (from 0): a recorded tool call did not come back"
+        return Cause.TOOL_CALL_DROPPED, f"{_item(position)}: a recorded tool call did not come back"
     if now is not None and was.authored and now.authored:
         return _compare_turns(was, now, position)
     if sum(item.authored for item in came) < sum(item.authored for item in expected):
         return (
             Cause.CONTEXT_COMPACTED,
-            f"item {position} (from 0): the request has {len(came)} items, the recorded history {len(expected)}",
+            f"{_item(position)}: the request has {len(came)} items, the recorded history {len(expected)}",
         )
-    return Cause.HISTORY_EDITED, f"item {position} (from 0): a {was.role or 'nameless'} item was changed"
+    return Cause.HISTORY_EDITED, f"{_item(position)}: a {was.role or 'nameless'} item was changed"
 
 
 def _after_whole_history(
@@ -136,7 +140,7 @@ def _after_whole_history(
 ) -> tuple[Cause, str]:
     for later in range(position, len(came)):
         if came[later].authored:
-            return Cause.UNKNOWN_HISTORY, f"item {later} (from 0): a model-authored item that no recorded call produced"
+            return Cause.UNKNOWN_HISTORY, f"{_item(later)}: a model-authored item that no recorded call produced"
     if call.prompt_options != prompt_options:
         return (
             Cause.TOOLS_CHANGED,
@@ -164,24 +168,24 @@ def _compare_turns(was: ItemDigest, now: ItemDigest, position: int) -> tuple[Cau
     if len(now.tools) < len(was.tools):
         return (
             Cause.TOOL_CALL_DROPPED,
-            f"item {position} (from 0): {len(was.tools)} tool calls were recorded, {len(now.tools)} came back",
+            f"{_item(position)}: {len(was.tools)} tool calls were recorded, {len(now.tools)} came back",
         )
     if len(now.tools) > len(was.tools):
         if now.role == "function_call":
             return (
                 Cause.ASSISTANT_TEXT_CHANGED,
-                f"item {position} (from 0): the text before a tool call did not come back",
+                f"{_item(position)}: the text before a tool call did not come back",
             )
-        return Cause.HISTORY_EDITED, f"item {position} (from 0): a tool call that was not recorded came with the turn"
+        return Cause.HISTORY_EDITED, f"{_item(position)}: a tool call that was not recorded came with the turn"
     if was.tools != now.tools:
         if [(tool.name, tool.lenient) for tool in was.tools] == [(tool.name, tool.lenient) for tool in now.tools]:
             return (
                 Cause.TOOL_CALL_RESERIALISED,
-                f"item {position} (from 0): a tool call came back in another spelling or id",
+                f"{_item(position)}: a tool call came back in another spelling or id",
             )
-        return Cause.HISTORY_EDITED, f"item {position} (from 0): the arguments or the name of a tool call were changed"
+        return Cause.HISTORY_EDITED, f"{_item(position)}: the arguments or the name of a tool call were changed"
     if now.thinking < was.thinking and now.bare == was.bare:
-        return Cause.TEMPLATE_STRIPPED_REASONING, f"item {position} (from 0): the answer came back without its thinking"
+        return Cause.TEMPLATE_STRIPPED_REASONING, f"{_item(position)}: the answer came back without its thinking"
     if was.bare != was.text and now.text != was.text and now.bare == was.bare:
-        return Cause.TEMPLATE_STRIPPED_REASONING, f"item {position} (from 0): the answer came back without its thinking"
-    return Cause.ASSISTANT_TEXT_CHANGED, f"item {position} (from 0): the text of a model turn came back changed"
+        return Cause.TEMPLATE_STRIPPED_REASONING, f"{_item(position)}: the answer came back without its thinking"
+    return Cause.ASSISTANT_TEXT_CHANGED, f"{_item(position)}: the text of a model turn came back changed"
