@@ -171,7 +171,7 @@ def test_a_killed_engine_ends_the_run_with_one_line_a_typed_error_and_nothing_le
     status = command.status()
     assert status["status"] == "failed" and "worker" in status["error"]
     # The cause, as the campaign knows it, reaches the terminal and the notebook.
-    assert " ".join(status["error"].split()) in last
+    assert " ".join(status["error"].split()).rstrip(".") in last
     run = runs.open(command.run_dir)
     assert run.campaign["state"].to_list() == ["failed"]
     assert verify_run(command.run_dir).ok

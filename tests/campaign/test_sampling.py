@@ -193,10 +193,13 @@ async def test_the_error_says_what_was_in_flight_though_everything_has_been_canc
 
     with pytest.raises(RuntimeError), watch.doing("step 3", "training"), watch.doing("g00007", "sampling"):
         raise RuntimeError("a consequence")
-    found = await watch.find_dead({"the gateway": dead, "the trainer": lambda: asyncio.sleep(0)}, 1.0)
+    found = await watch.find_dead({"the gateway": dead, "the trainer": lambda: asyncio.sleep(0)}, 1.0, OSError())
     assert str(found) == "the gateway died: ended with code -9; in flight: g00007 (sampling), step 3 (training)."
     busy = {"the trainer": lambda: asyncio.sleep(3600)}
-    assert await watch.find_dead(busy, 0.05) is None
+    assert await watch.find_dead(busy, 0.05, OSError()) is None
+    # Its sockets are gone, and the process itself is still on its way out.
+    leaving = await watch.find_dead(busy, 0.05, ComponentDied("The gateway is gone (ConnectError)."))
+    assert str(leaving) == "The gateway is gone (ConnectError); in flight: g00007 (sampling), step 3 (training)."
 
 
 async def test_what_keeps_the_loop_is_measured_apart_from_what_keeps_the_machine():

@@ -342,13 +342,13 @@ def test_every_broken_line_of_a_log_is_named(run_dir):
     assert [d.file for d in verify_run(run_dir).differences] == ["groups.jsonl"] * 2
 
 
-@pytest.mark.parametrize(("steps", "name"), [(1, "weight_version"), (3, "reward_mean")])
+@pytest.mark.parametrize(("steps", "name"), [(1, "weight_version"), (3, "group_ids")])
 def test_a_line_that_says_its_things_under_another_name_is_named(tmp_path, steps, name):
     path = make_run(tmp_path / "stored", steps=steps) / "steps.jsonl"
     first, rest = path.read_bytes().split(b"\n", 1)
     path.write_bytes(first.replace(name.encode(), b"we<on") + b"\n" + rest)
     (difference,) = verify_run(path.parent).differences
-    assert difference.what == f"the line of 1 has no {name}, and it alone has 'we<on'"
+    assert difference.what == f"the line of 1 has no {name}"
 
 
 def test_a_line_of_a_newer_version_that_says_more_holds(tmp_path):

@@ -118,7 +118,7 @@ class Campaign:
         finally:
             await player.close()
         if failure is not None:
-            dead = await state.watch.find_dead(self.fleet.heartbeats(), _LAST_LOOK_S)
+            dead = await state.watch.find_dead(self.fleet.heartbeats(), _LAST_LOOK_S, failure)
             if dead is not None:
                 self.writer.event("died", message=str(dead), seen_as=f"{type(failure).__name__}: {failure}")
                 failure = dead

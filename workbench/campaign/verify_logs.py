@@ -1,13 +1,12 @@
 """Verify logs: what a stored run says of itself in lines, where nothing of it can be recomputed.
 
-In: a run directory. Out: differences for lines and files that are not JSON, for a line that says its things under other
-names than its neighbours, and for what was trained and has no line. Not here: the values of a line; ledgers
+In: a run directory. Out: differences for lines and files that are not JSON, for a line without what each has, and for
+what was trained and has no line. Not here: the values of a line; ledgers
 (verify_ledger) and receipts (verify_run), which are held against each other.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from workbench.runs.condition import broken_status
 from workbench.runs.custody import event_files
 from workbench.runs.damage import lost_log
 from workbench.runs.frames import scan_lines
-from workbench.runs.schema import columns
 
 _ALWAYS = {"steps.jsonl": {"step", "weight_version", "group_ids"}, "groups.jsonl": {"group_id", "step"}}
-"""What every line of a log says; where there are several lines, each says what all others do."""
+"""What every line of a log says."""
 
 
 def verify_words(run_dir: Path, report: VerifyReport) -> None:
@@ -37,14 +35,9 @@ def recorded(path: Path, key: str, report: VerifyReport) -> set[Any] | None:
     lines = scan_lines(path)
     for words in lines.broken:
         report.differs(path.name, None, None, words)
-    lines_with, many = Counter(name for row in lines.rows for name in row), len(lines.rows)
-    declared = {column.name for column in columns(path.stem)} | {key}
     for row in lines.rows:
-        usual = {name for name, times in lines_with.items() if times == many - 1} if many > 1 else _ALWAYS[path.name]
-        odd = [repr(name) for name in row if lines_with[name] == 1 and name not in declared][:3]
-        if (lacking := sorted(usual - set(row))) and odd:  # a newer version adds names, and takes none away
-            what = f"the line of {row.get(key)!r} has no {', '.join(lacking)}, and it alone has {', '.join(odd)}"
-            report.differs(path.name, None, None, what)
+        if lacking := sorted(_ALWAYS[path.name] - row.keys()):
+            report.differs(path.name, None, None, f"the line of {row.get(key)!r} has no {', '.join(lacking)}")
     return None if lines.broken else {row[key] for row in lines.rows if isinstance(row.get(key), str | int)}
 
 

@@ -24,6 +24,7 @@ Heartbeat = Callable[[], Awaitable[Any]]
 
 _LAG_EVERY_S = 0.1
 _LAGS_KEPT = 36_000  # of the last hour; a run of a week must not grow by them
+_IN_FLIGHT = "; in flight: "
 
 
 class Watch:
@@ -71,18 +72,23 @@ class Watch:
         """Runs until `part` is dead and then raises ComponentDied."""
         while True:
             if (why := await _why_dead(beat, None)) is not None:
-                raise ComponentDied(f"{part} died: {why}; in flight: {self.described()}.")
+                raise ComponentDied(f"{part} died: {why.rstrip('.')}{_IN_FLIGHT}{self.described()}.")
             await asyncio.sleep(every_s)
 
-    async def find_dead(self, beats: Mapping[str, Heartbeat], timeout_s: float) -> ComponentDied | None:
+    async def find_dead(
+        self, beats: Mapping[str, Heartbeat], timeout_s: float, seen: BaseException
+    ) -> ComponentDied | None:
         """Ask every part once, for an error that may only be the consequence of a death; None when all are alive.
 
-        One that does not answer within `timeout_s` is busy, not dead.
+        One that does not answer within `timeout_s` is busy, not dead. A death that was `seen` by whoever needed the
+        part is one, though its process may still be on its way out.
         """
         whys = await asyncio.gather(*(_why_dead(beat, timeout_s) for beat in beats.values()))
-        dead = [f"{part} died: {why}" for part, why in zip(beats, whys, strict=True) if why is not None]
+        dead = [f"{part} died: {why.rstrip('.')}" for part, why in zip(beats, whys, strict=True) if why is not None]
+        if not dead and isinstance(seen, ComponentDied) and _IN_FLIGHT not in str(seen):
+            dead = [str(seen).rstrip(".")]
         in_flight = self.last_in_flight or self.described()
-        return ComponentDied(f"{'; '.join(dead)}; in flight: {in_flight}.") if dead else None
+        return ComponentDied(f"{'; '.join(dead)}{_IN_FLIGHT}{in_flight}.") if dead else None
 
     async def until_stalled(self) -> None:
         """Runs until nothing has moved for `rollouts.stall_timeout_s` and then raises DeadlineExceeded. A step, a
