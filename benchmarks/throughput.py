@@ -25,7 +25,7 @@ from benchmarks.measure import Figure, Growth, in_turn, median, rate, ratio
 from workbench.campaign.fleet import WORKER_TOKEN, Fleet
 from workbench.config import load_recipe
 
-CONCURRENT, CALLS, ROUNDS, AT_LEAST = 32, 3, 12, 0.95
+CONCURRENT, CALLS, ROUNDS, AT_LEAST = 32, 3, 6, 0.95
 SHORTEST, LONGEST = 24, 72
 KINDS = ("captured", "not captured", "not captured, with log-probs")
 RECIPE = [
