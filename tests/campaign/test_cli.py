@@ -1,4 +1,7 @@
-"""The command line as a person meets it: fast help, one line an error, exit codes, nothing listed that isn't there."""
+"""The command line as a person meets it: fast help, one line an error, exit codes, nothing listed that isn't there.
+
+Long because every command is tried right and wrong, most in a few lines.
+"""
 
 from __future__ import annotations
 

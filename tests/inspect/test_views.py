@@ -1,4 +1,7 @@
-"""Inspectors: deterministic, static, bounded, and true to the frames they are given."""
+"""Inspectors: deterministic, static, bounded, and true to the frames they are given.
+
+Long because each promise is held by all views on the same runs.
+"""
 
 from __future__ import annotations
 
