@@ -3,8 +3,8 @@
 SmolLM2-135M in a policy worker, Ray and TransferQueue beside it. Captured: through the gateway, each call resolved,
 admitted, captured, staged and recorded. Not captured: the same requests straight to that worker, untagged. Log-probs:
 these once more, with the log-probs that training needs, so that what the engine takes for them can be told apart.
-In turn, in every order, on one engine, so that all see the same machine, and in a round with the same lengths: an answer
-ends where it is told to, not where the model would end it. Processor time is counted part by part and for the machine.
+In turn, in every order, on one engine, so that all see the same machine, and in a round with the same lengths: answers
+end where they are told to, not where the model would end them. Processor time is counted part by part and in all.
 32 agents have a conversation of three calls each, of lengths that differ: calls that all end in one step would be
 staged while the engine has nothing to do.
 """
@@ -40,7 +40,7 @@ RECIPE = [
 
 PARTS = {
     "engine": ("VLLM::EngineCore",),
-    "worker's server": ("ray::PolicyWorker",),
+    "server": ("ray::PolicyWorker",),
     "gateway": ("workbench.gateway",),
     "TransferQueue": ("ray::TransferQueueController", "ray::SimpleStorageUnit"),
 }
@@ -129,40 +129,47 @@ def figures(samples: dict[str, list[Batch]]) -> list[Figure | Growth]:
     a_token, a_call, in_use = (
         {kind: np.array([batch[column] for batch in samples[kind]]) for kind in KINDS} for column in range(3)
     )
-    parts = {kind: {part: np.array([one.parts_s[part] for one in samples[kind]]) for part in PARTS} for kind in KINDS}
     on, off, scored = (a_token[kind] for kind in KINDS)
     name = f"generation throughput, {CONCURRENT} concurrent"
+    parts = [figure for part in PARTS for figure in of_part(part, samples)]
     return [
         ratio(f"{name}: captured over not captured", off, on, at_least=AT_LEAST, note=why(parts, in_use)),
         ratio(f"{name}: captured over not captured, with log-probs", scored, on),
         ratio(f"{name}: not captured, with log-probs over without", off, scored),
         *(rate(f"{name}: {kind}", 1.0, a_token[kind], "tokens/s") for kind in KINDS),
         *(median(f"processor time a call: {kind}", a_call[kind], "ms", 1e3) for kind in KINDS),
-        *(
-            median(f"processor time a call, {part}: {kind}", parts[kind][part], "ms", 1e3)
-            for part in PARTS
-            for kind in KINDS
-        ),
+        *parts,
         *(median(f"processors in use: {kind}", in_use[kind], "%", 1e2) for kind in KINDS),
     ]
 
 
-def why(parts: dict[str, dict[str, np.ndarray]], in_use: dict[str, np.ndarray]) -> str:
+def of_part(part: str, samples: dict[str, list[Batch]]) -> tuple[Figure, Figure, Figure]:
+    """Processor time a call of one part: not captured, and what more it is, round by round, captured and scored."""
+    on, off, scored = (np.array([batch.parts_s[part] for batch in samples[kind]]) for kind in KINDS)
+    name = f"processor time a call, {part}"
+    return (
+        median(f"{name}: {KINDS[1]}", off, "ms", 1e3),
+        median(f"{name}: captured, more than that", on - off, "ms", 1e3),
+        median(f"{name}: with log-probs, more than not captured", scored - off, "ms", 1e3),
+    )
+
+
+def why(parts: list[Figure], in_use: dict[str, np.ndarray]) -> str:
     """What capture costs, part by part, and what the target would let it cost, in processor time a call."""
-    on, off, scored = ({part: 1e3 * float(np.median(parts[kind][part])) for part in PARTS} for kind in KINDS)
+    off, more, for_logprobs = (
+        dict(zip(PARTS, (float(one.value or 0.0) for one in parts[column::3]), strict=True)) for column in range(3)
+    )
     around = [part for part in PARTS if part != "engine"]
-    more = sum(on[part] - off[part] for part in around)
-    of_logprobs = scored["worker's server"] - off["worker's server"]
     shares = [100 * float(np.median(in_use[kind])) for kind in KINDS]
     return (
-        f"The engine takes {off['engine']:.0f} ms of processor time a call where nothing is captured, and "
-        f"{AT_LEAST:g} allows {sum(off.values()) * (1 / AT_LEAST - 1):.1f} ms more. Around the engine capture takes "
-        f"{more:.1f} ms: "
-        + ", ".join(f"{on[part] - off[part]:.1f} in {part}" for part in around)
-        + f". Handing on the log-probs is {of_logprobs:.1f} of them; sampling with them costs the engine itself "
-        f"{scored['engine'] - off['engine']:+.1f} ms. Ray's own processes and the kernel are not counted here. The "
-        f"processors are in use at {min(shares):.0f} to {max(shares):.0f} %: each of the engine's steps waits for its "
-        f"slower thread, so what runs beside it costs it more than that time."
+        f"Not captured, a call takes {sum(off.values()):.0f} ms of processor time in these parts, "
+        f"{off['engine']:.0f} of them in the engine; {AT_LEAST:g} allows "
+        f"{sum(off.values()) * (1 / AT_LEAST - 1):.1f} ms more. Around the engine capture takes "
+        f"{sum(more[part] for part in around):.1f} ms: "
+        + ", ".join(f"{more[part]:.1f} in {part}" for part in around)
+        + f". {for_logprobs['server']:.1f} ms of them hand on the log-probs that training needs, beside what "
+        f"the engine takes to make them. Ray's own processes and the kernel are not counted here. The processors are "
+        f"in use at {min(shares):.0f} to {max(shares):.0f} %: a step of the engine waits for its slower thread."
     )
 
 
