@@ -378,6 +378,33 @@ async def test_of_very_many_rollouts_the_logs_are_read_again(gated: Gated, monke
     assert len(logs) == 1
 
 
+async def test_who_joins_a_call_that_cannot_be_begun_is_told_so_too(
+    gated: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the disk takes neither the call's row nor the line that it ended."""
+    begun, go, alive = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def full(*_: Any, **__: Any) -> None:
+        begun.set()
+        await go.wait()
+        raise OSError(28, "No space left on device")
+
+    def is_alive(known: Any, *_: Any) -> bool:
+        alive.set()
+        return known.call_id in gated.gateway.retries._running
+
+    monkeypatch.setattr(gated.gateway.custodian, "admit", full)
+    monkeypatch.setattr("workbench.gateway.retries.Recording.ended", full)
+    first = asyncio.create_task(gated.post("full", {"idempotency-key": "k"}))
+    await begun.wait()
+    monkeypatch.setattr(gated.gateway.retries, "_alive", is_alive)
+    second = asyncio.create_task(gated.post("full", {"idempotency-key": "k"}))
+    await until(alive.is_set, "the second request has found the first")
+    go.set()
+    for answer in await asyncio.wait_for(asyncio.gather(first, second), 10.0):
+        assert answer.status_code == 500 and "No space left" in answer.text
+
+
 async def test_a_call_whose_end_cannot_be_noted_is_served_and_logged(
     gated: Gated, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -36,7 +36,7 @@ from workbench.gateway.dialects import DIALECTS
 from workbench.gateway.exchange import Exchange
 from workbench.gateway.metrics import Metrics
 from workbench.gateway.pins import Pinned, pin
-from workbench.gateway.refusals import Refused, refusal_of
+from workbench.gateway.refusals import Refused, refusal_of, stopping
 from workbench.gateway.retries import Recording, Retries
 from workbench.gateway.settings import GatewaySettings
 from workbench.gateway.upstream import Upstream
@@ -138,7 +138,7 @@ class Gateway:
         async def endpoint(request: Request) -> Response:
             try:
                 if self._stopping:
-                    raise _stopping()
+                    raise stopping()
                 for name in request.headers:
                     if name.startswith(OWN_HEADERS) and name != COMPACTION_HEADER:
                         raise Refused(400, f"Header {name} is the gateway's own; leave it out.", "reserved_header")
@@ -149,7 +149,7 @@ class Gateway:
                 if not self._stopping:
                     raise
                 # The server gives up what still runs; without an answer of ours it would send a bare 500.
-                answer = _stopping()
+                answer = stopping()
             self.metrics.refused.labels(answer.code).inc()
             dialect = DIALECTS.get(request.path_params.get("path", ""))
             return answer.response(None if dialect is None else dialect.refusal(answer))
@@ -254,10 +254,6 @@ class Gateway:
 
     async def _metrics(self, request: Request) -> Response:
         return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")
-
-
-def _stopping() -> Refused:
-    return Refused(503, "The gateway is stopping.", "gateway_stopping")
 
 
 async def _no_such_route(request: Request, error: Exception) -> Response:

@@ -23,7 +23,7 @@ from workbench.errors import LedgerError
 from workbench.gateway.custody import Call, Custodian
 from workbench.gateway.delivery import JSON, SSE, Head
 from workbench.gateway.metrics import Metrics
-from workbench.gateway.refusals import Refused, from_worker
+from workbench.gateway.refusals import Refused, from_worker, stopping
 from workbench.gateway.retries import Recording
 from workbench.gateway.sse import Frame, frames
 from workbench.gateway.upstream import Upstream
@@ -84,11 +84,10 @@ class Exchange:
         except (LedgerError, OSError) as error:
             self._refuse(Refused(500, f"The ledger could not be written: {error}", "ledger_error"))
         except asyncio.CancelledError:
-            stopping = Refused(503, "The gateway is stopping.", "gateway_stopping")
             # Another gateway may go on with this rollout: without a row it would look whole there.
             with contextlib.suppress(LedgerError, OSError):
-                await self._broken(stopping)
-            self._refuse(stopping)
+                await self._broken(stopping())
+            self._refuse(stopping())
             raise
         finally:
             self._refuse(Refused(500, "The call ended without an answer.", "gateway_error"))

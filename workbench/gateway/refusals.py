@@ -76,6 +76,11 @@ def refusal_of(error: Exception) -> Refused:
             return Refused(500, f"The gateway failed ({type(error).__name__}).", "gateway_fault")
 
 
+def stopping() -> Refused:
+    """What every request is told from the moment on that its gateway ends."""
+    return Refused(503, "The gateway is stopping.", "gateway_stopping")
+
+
 def from_worker(status: int, body: bytes) -> Refused:
     """What the agent is told when the worker refused: its own words, with a code where the window is full."""
     try:

@@ -32,7 +32,7 @@ from workbench.gateway.delivery import SSE, Head
 from workbench.gateway.dialects import Dialect
 from workbench.gateway.metrics import Metrics
 from workbench.gateway.presence import Presence
-from workbench.gateway.refusals import Refused
+from workbench.gateway.refusals import Refused, stopping
 from workbench.gateway.replay import LOG_SUFFIX, Answer, Known, ReplayLog
 from workbench.gateway.sse import split
 from workbench.ledger import Admitted, Resolution
@@ -127,14 +127,17 @@ class Retries:
             call_id = uuid4().hex
             # Entered before it is claimed: from then on others may ask whether it is running.
             mine = self._running[call_id] = asyncio.get_running_loop().create_future()
-            known = None
             try:
                 known = await self._custodian.off_loop(self._claim, asked, call_id)
                 if known is None:
                     return await self._begin(asked.rollout_id, call_id, mine, begin)
-            finally:
-                if known is not None or not mine.done():
-                    self._running.pop(call_id, None)
+            except BaseException as error:
+                # Who joined it meanwhile is told the same, and does not wait for what will never come.
+                mine.set_exception(error if isinstance(error, Exception) else stopping())
+                mine.exception()  # whether anybody joined or not, it was told
+                self._running.pop(call_id, None)
+                raise
+            self._running.pop(call_id, None)  # nothing was begun under it
             if (served := await self._repeat(asked, known, deadline)) is not None:
                 return served
             if time.monotonic() > deadline:
@@ -171,16 +174,10 @@ class Retries:
         recording = Recording(self._log(rollout_id), call_id, self._custodian)
         try:
             exchange = await begin(call_id, recording)
-        except Exception as error:
-            await recording.ended()
-            mine.set_exception(error)
-            mine.exception()  # whether anybody joined or not, it was told
-            self._running.pop(call_id, None)
-            raise
-        except asyncio.CancelledError:
-            mine.set_exception(Refused(503, "The gateway is stopping.", "gateway_stopping"))
-            mine.exception()
-            self._running.pop(call_id, None)
+        except Exception:
+            # Without that line the call counts as lost, which it is; its agent is told what stopped it.
+            with contextlib.suppress(LedgerError, OSError):
+                await recording.ended()
             raise
         self._tasks[call_id] = self._spawn(self._run(exchange, recording), f"call {call_id}")
         mine.set_result(exchange)
