@@ -51,6 +51,13 @@ def test_nothing_else_may_change_the_distribution(field: str, value: Any) -> Non
     assert pinned.overridden == (field,)
 
 
+@pytest.mark.parametrize("field", ["temperature", "top_p", "top_k", "min_p"])
+@pytest.mark.parametrize("value", ["high", [1], {}])
+def test_a_setting_that_is_no_number_is_overridden_like_any_other(field: str, value: Any) -> None:
+    pinned = pin({field: value}, RECIPE)
+    assert pinned.overridden == (field,) and pinned.body[field] == getattr(RECIPE, field)
+
+
 @pytest.mark.parametrize("field", ["presence_penalty", "repetition_penalty", "logit_bias", "logprobs", "n", "echo"])
 def test_a_neutral_value_is_not_counted(field: str) -> None:
     neutral = {"repetition_penalty": 1.0, "logit_bias": {}, "logprobs": False, "n": 1, "echo": False}.get(field, 0)

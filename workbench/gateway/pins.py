@@ -94,7 +94,11 @@ def pin(body: Mapping[str, Any], sampling: Sampling, max_tokens_field: str = "ma
             overridden.append(name)
     for name in ("temperature", "top_p", "top_k", "min_p"):
         value, pinned_to = pinned.get(name), getattr(sampling, name)
-        if value is not None and value != pinned_to and not (name == "top_k" and {value, pinned_to} <= {-1, 0}):
+        if (
+            value is not None
+            and value != pinned_to
+            and not (name == "top_k" and value in (-1, 0) and pinned_to in (-1, 0))
+        ):
             overridden.append(name)
         pinned[name] = pinned_to
     overridden += _cap_max_tokens(pinned, sampling.max_tokens, max_tokens_field)
