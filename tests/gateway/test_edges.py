@@ -255,6 +255,26 @@ async def served(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": orjson.dumps({"path": scope["path"]})})
 
 
+async def test_a_worker_that_does_not_answer_what_passes_is_given_up_at_the_deadline(tmp_path: Path) -> None:
+    left = asyncio.Event()
+
+    async def silent(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            continue
+        left.set()
+
+    async with (
+        listening(silent) as worker,
+        gateway_over(worker, tmp_path, request_timeout_s=0.2, capture_enabled=False) as (url, _),
+        httpx.AsyncClient() as http,
+    ):
+        for path in ("/v1/models", "/ng-rollout/r/v1/models"):
+            told = await http.get(url + path)
+            assert (told.status_code, told.json()["error"]["code"]) == (504, "worker_timeout")
+        assert (await http.post(f"{url}/ng-rollout/r/v1/chat/completions", json={})).status_code == 504
+        await asyncio.wait_for(left.wait(), 10.0)
+
+
 async def test_what_samples_nothing_and_what_is_not_captured_passes_and_leaves_no_row(tmp_path: Path) -> None:
     async with listening(served) as worker, httpx.AsyncClient() as http:
         for captured, path in ((True, SAMPLES_NOTHING[0].strip("/")), (False, "v1/chat/completions")):

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import aiohttp
 import orjson
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
@@ -241,7 +242,14 @@ class Gateway:
     async def _pass(
         self, method: str, path: str, body: bytes | None, query: str = "", *, rollout_id: str | None = None
     ) -> Response:
-        answer = await self.upstream.send(method, path, body, rollout_id=rollout_id, query=query)
+        timeout_s = self.settings.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self.upstream.send(method, path, body, rollout_id=rollout_id, query=query)
+        except aiohttp.ClientError:  # first: some of them are a TimeoutError as well
+            raise
+        except TimeoutError:
+            raise Refused(504, f"The policy worker did not answer within {timeout_s:g} s.", "worker_timeout") from None
         return StreamingResponse(
             answer.content.iter_any(),
             answer.status,
