@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,7 @@ from workbench.errors import (
     SetupError,
 )
 from workbench.gateway import metrics
+from workbench.gateway.answers import answer_files
 from workbench.gateway.app import SAMPLES_NOTHING
 from workbench.gateway.client import ControlClient
 from workbench.gateway.control import _from_this_machine
@@ -38,9 +41,9 @@ from workbench.gateway.histories import _same
 from workbench.gateway.patience import patient
 from workbench.gateway.process import GatewayProcess
 from workbench.gateway.refusals import Refused, refusal_of
-from workbench.gateway.replay import ReplayLog
+from workbench.gateway.replay import Answer, ReplayLog
 from workbench.gateway.settings import CONTROL_TOKEN
-from workbench.gateway.sse import split
+from workbench.gateway.sse import encode, split
 from workbench.gateway.upstream import Acknowledgement
 from workbench.wire import Cause
 
@@ -219,6 +222,75 @@ async def test_a_sweep_that_fails_is_repeated(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setattr(gateway.retries, "sweep", sweep)
         async with gateway._lifespan(gateway.app()):
             await until(lambda: len(swept) > 2, "it is swept again and again")
+
+
+async def test_an_unreadable_log_keeps_its_own_answers_and_not_those_of_others(tmp_path: Path) -> None:
+    async with gateway_over("http://127.0.0.1:1", tmp_path) as (_, gateway):
+        for name in ("a", "b", "c"):
+            (tmp_path / f"{name}.answers").write_bytes(b"served")
+        first, *others = answer_files(tmp_path, 0.0)
+        (tmp_path / f"{first}.replay.jsonl").write_bytes(b"no JSON\n")
+        gateway.retries.sweep(0.0)
+        assert answer_files(tmp_path, 0.0) == [first] and len(others) == 2
+
+
+def test_answers_that_another_process_removes_meanwhile_are_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("gone", "there"):
+        (tmp_path / f"{name}.answers").write_bytes(b"served")
+    real = os.scandir
+
+    @contextlib.contextmanager
+    def scandir(directory: Path) -> Iterator[Iterator[os.DirEntry[str]]]:
+        with real(directory) as entries:
+            listed = list(entries)
+        (tmp_path / "gone.answers").unlink()
+        yield iter(listed)
+
+    monkeypatch.setattr("workbench.gateway.answers.os.scandir", scandir)
+    assert answer_files(tmp_path, 0.0) == ["there"]
+
+
+async def test_a_lost_call_that_is_served_while_others_are_buried_is_no_fault(tmp_path: Path) -> None:
+    async with gateway_over("http://127.0.0.1:1", tmp_path) as (_, gateway):
+        elsewhere = ReplayLog(tmp_path / "r.replay.jsonl")
+        for call_id in ("running", "answered"):
+            elsewhere.claim(call_id, "a gateway that is gone", None, call_id, False, lambda known: False)
+        elsewhere.answered("answered", Answer("application/json", True, None, 0.0), b"{}")
+        record_failure = gateway.custodian.store.record_failure
+
+        def and_deliver(rollout_id: str, call_id: str, *reason: Any) -> None:
+            record_failure(rollout_id, call_id, *reason)
+            if call_id == "running":
+                elsewhere.delivered("answered")
+
+        gateway.custodian.store.record_failure = and_deliver  # type: ignore[method-assign]
+        await gateway.retries.bury("r")
+        assert not gateway.retries._log("r").unsettled
+
+
+@pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])
+def test_frames_end_at_their_own_blank_line(end: bytes) -> None:
+    frames = [b"data: 1" + end, b": \r\n" + end, b"data: 2\n\n", b"data: 3\r\n\r\n"]
+    cut = split(b"".join(frames) + b"data: 4")
+    assert b"".join(frame.raw for frame in cut) == b"".join(frames)
+    assert [frame.event for frame in cut if frame.event] == [1, 2, 3]
+
+
+def test_cutting_a_stream_takes_time_by_its_length_and_not_by_its_square() -> None:
+    frame = encode({"choices": [{"delta": {"content": "x" * 150}}]})
+
+    class Counted(bytes):
+        copied = 0
+
+        def __getitem__(self, place: Any) -> Any:
+            part = Counted(super().__getitem__(place))
+            Counted.copied += len(part)
+            return part
+
+    assert len(split(Counted(frame * 500))) == 500
+    assert Counted.copied == 500 * len(frame)
 
 
 async def test_a_slow_reader_who_goes_on_reading_is_not_given_up() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -77,9 +77,11 @@ class AnswerFile:
 def answer_files(directory: Path, idle_s: float) -> list[str]:
     """Rollouts that have answers to which nothing was added for `idle_s` seconds."""
     now = time.time()
+    found = []
     with os.scandir(directory) as entries:
-        return [
-            entry.name.removesuffix(SUFFIX)
-            for entry in entries
-            if entry.name.endswith(SUFFIX) and now - entry.stat().st_mtime >= idle_s
-        ]
+        for entry in entries:
+            # All processes of a gateway end at once, and each removes what it finds.
+            with suppress(FileNotFoundError):
+                if entry.name.endswith(SUFFIX) and now - entry.stat().st_mtime >= idle_s:
+                    found.append(entry.name.removesuffix(SUFFIX))
+    return found

@@ -24,7 +24,7 @@ from uuid import uuid4
 
 import orjson
 
-from workbench.errors import LedgerConflict, LedgerError, RolloutFrozen
+from workbench.errors import LedgerConflict, LedgerError, RolloutFrozen, WorkbenchError
 from workbench.gateway.answers import SUFFIX, AnswerFile, answer_files
 from workbench.gateway.asked import Asked
 from workbench.gateway.custody import Call, Custodian
@@ -157,7 +157,11 @@ class Retries:
     def sweep(self, idle_s: float) -> None:
         """Drop the answers of rollouts in which nothing was answered for `idle_s` seconds. Blocks."""
         for rollout_id in answer_files(self._custodian.store.directory, idle_s):
-            self._log(rollout_id).forget(idle_s)
+            try:
+                self._log(rollout_id).forget(idle_s)
+            except (WorkbenchError, OSError):
+                # A log that cannot be read keeps its own answers and not those of the others.
+                logger.exception("the answers of rollout %s could not be removed", rollout_id)
 
     async def bury(self, rollout_id: str) -> None:
         """Give every call that died with its gateway its failure row. Before a freeze."""
@@ -280,7 +284,8 @@ class Retries:
                     self._write_lost(rollout_id, known)
                 if known.state == "running":
                     log.lost(known.call_id)
-                del log.unsettled[known.call_id]
+                # Another gateway may have served it meanwhile, and its line was read with the one before.
+                log.unsettled.pop(known.call_id, None)
 
     def _write_lost(self, rollout_id: str, known: Known) -> None:
         reason = (

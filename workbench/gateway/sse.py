@@ -37,9 +37,10 @@ async def frames(chunks: AsyncIterator[bytes]) -> AsyncIterator[Frame]:
 def split(stream: bytes) -> list[Frame]:
     """The frames of a whole stream."""
     found = []
-    while (cut := _frame_end(stream)) is not None:
-        found.append(parse(stream[:cut]))
-        stream = stream[cut:]
+    at = 0
+    while (cut := _frame_end(stream, at)) is not None:
+        found.append(parse(stream[at:cut]))
+        at = cut
     return found
 
 
@@ -60,6 +61,10 @@ def encode(event: Any, name: str | None = None) -> bytes:
     return head + b"data: " + orjson.dumps(event) + b"\n\n"
 
 
-def _frame_end(buffer: bytes) -> int | None:
-    ends = [at + len(mark) for mark in (b"\n\n", b"\r\n\r\n") if (at := buffer.find(mark)) >= 0]
-    return min(ends) if ends else None
+def _frame_end(buffer: bytes, at: int = 0) -> int | None:
+    """Where the frame that begins at `at` ends. Nothing behind its end is looked at: a stream has thousands."""
+    end = buffer.find(b"\n\n", at)
+    other = buffer.find(b"\r\n\r\n", at, len(buffer) if end < 0 else end)
+    if other >= 0:
+        return other + 4
+    return end + 2 if end >= 0 else None
