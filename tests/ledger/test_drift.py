@@ -15,7 +15,7 @@ from speech import Items, commit, model, tool_call, user
 
 from workbench.ledger import LedgerStore, diagnose_drift
 from workbench.ledger.differences import first_difference
-from workbench.ledger.items import LEAF_CHARS, CallItems, ItemDigest
+from workbench.ledger.items import LEAF_CHARS, CallItems, ItemDigest, read_items, write_items
 from workbench.ledger.relatives import history, shared_items
 from workbench.wire import Cause
 from workbench.wire.fingerprints import request_envelope
@@ -224,6 +224,13 @@ def test_a_child_stores_only_what_it_adds(tmp_path: Path) -> None:
     drift = store.admit(R, edited, "c99").drift
     assert drift is not None
     assert (drift.cause, drift.position, drift.nearest_call) == (Cause.HISTORY_EDITED, 10, "c19")
+
+
+def test_a_line_that_somebody_died_in_costs_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "items.jsonl"
+    path.write_bytes(b'{"model_call_id": "tor')
+    write_items(path, CallItems.of("a", [{"role": "user", "content": "x"}], []))
+    assert [call.model_call_id for call in read_items(path)] == ["a"]
 
 
 def test_lost_or_broken_item_lines_cost_the_diagnosis_only(tmp_path: Path) -> None:

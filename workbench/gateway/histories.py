@@ -9,8 +9,6 @@ is refused.
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import orjson
 
 from workbench.errors import FingerprintError
+from workbench.ledger.journal import append_beside
 from workbench.wire import check_rollout_id, conversation_digest
 
 
@@ -44,19 +43,8 @@ class Histories:
             before = self.items(rollout_id, continues)
             if before and _same(items[: len(before)], before):
                 after, items = continues, items[len(before) :]
-        line = orjson.dumps({"id": response_id, "after": after, "items": list(items)}) + b"\n"
-        fd = os.open(self._path(rollout_id), os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            size = os.fstat(fd).st_size
-            if size and os.pread(fd, 1, size - 1) != b"\n":
-                # Somebody died in the middle of a line; it must not take this one along.
-                line = b"\n" + line
-            view = memoryview(line)
-            while view:
-                view = view[os.write(fd, view) :]
-        finally:
-            os.close(fd)
+        line = orjson.dumps({"id": response_id, "after": after, "items": list(items)})
+        append_beside(self._path(rollout_id), line)
 
     def items(self, rollout_id: str, response_id: str) -> list[Any] | None:
         """The whole conversation up to and with a response; None where it is not known in this rollout."""

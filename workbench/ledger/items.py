@@ -9,8 +9,6 @@ Losing a line costs a diagnosis, never custody: lines are not fsynced, and broke
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from workbench.errors import FingerprintError
+from workbench.ledger.journal import append_beside
 from workbench.wire import conversation_digest
 from workbench.wire.fingerprints import REQUEST_ENVELOPE_ROLE, canonical_arguments
 
@@ -133,13 +132,8 @@ _LINE = TypeAdapter(CallItems)
 
 
 def write_items(path: Path, call: CallItems) -> None:
-    """Append one line in one write, under the lock."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        os.write(fd, orjson.dumps(call, default=list) + b"\n")
-    finally:
-        os.close(fd)
+    """Append one line."""
+    append_beside(path, orjson.dumps(call, default=list))
 
 
 def read_items(path: Path) -> list[CallItems]:
