@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
 import numpy as np
@@ -66,6 +67,21 @@ async def test_a_call_without_fitting_routes_is_staged_without_and_counted():
     assert await capture.extras(admission(), call(5, None)) == {}
     assert await capture.extras(admission(), call(5, IDS[:3, None, None])) == {}
     assert capture.faults == {Cause.ROUTE_MISSING: 1, Cause.ROUTE_LENGTH_MISMATCH: 1}
+
+
+async def test_an_engine_that_fails_to_give_routes_costs_the_routes_and_not_the_call(monkeypatch):
+    monkeypatch.setattr("workbench.capture.routes.TAKE_TIMEOUT_S", 0.01)
+
+    async def fails(*what):
+        raise RuntimeError("the engine is busy")
+
+    async def hangs(*what):
+        await asyncio.Event().wait()
+
+    for take in (fails, hangs):
+        capture = RouteCapture(take)
+        assert await asyncio.wait_for(capture.extras(admission(), call(5, None)), 5.0) == {}
+        assert capture.faults == {Cause.ROUTE_MISSING: 1}
 
 
 USER = {"role": "user", "content": "Hello?"}

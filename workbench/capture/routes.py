@@ -10,6 +10,7 @@ Not here: how an engine comes to know them (`serving.expert_routes`), what a row
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -24,6 +25,9 @@ from workbench.wire.extras import ROUTED_EXPERTS
 from workbench.wire.routes import NO_ROUTE, widened
 
 _LOG = logging.getLogger(__name__)
+
+TAKE_TIMEOUT_S = 10.0
+"""How long a finished call waits for routes that its engine has to be asked for."""
 
 TakeRoutes = Callable[[str, int, int], Awaitable[np.ndarray | None]]
 """`take_routes(model_call_id, start, end)`: rows of the input tokens [start, end), or None."""
@@ -66,13 +70,21 @@ class RouteCapture:
             if collected.routed_experts is not None:
                 values = align_routes(collected.routed_experts, start, end)
             else:
-                rows = await self._take(admission.model_call_id, start, end - 1) if self._take else None
+                rows = await self._taken(admission.model_call_id, start, end - 1)
                 if rows is None:
                     return self._without(admission, Cause.ROUTE_MISSING, "the engine gave none")
                 values = with_last(rows)
             return {ROUTED_EXPERTS: encode_routes(values)}
         except WireError as error:
             return self._without(admission, Cause.ROUTE_LENGTH_MISMATCH, str(error))
+        except Exception as error:  # whatever an engine raises, the completion is there and is served
+            return self._without(admission, Cause.ROUTE_MISSING, f"{type(error).__name__}: {error}")
+
+    async def _taken(self, model_call_id: str, start: int, end: int) -> np.ndarray | None:
+        if self._take is None:
+            return None
+        async with asyncio.timeout(TAKE_TIMEOUT_S):
+            return await self._take(model_call_id, start, end)
 
     def _without(self, admission: CaptureAdmission, cause: Cause, why: str) -> dict[str, Any]:
         self.faults[cause.value] += 1
