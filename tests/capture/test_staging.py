@@ -277,6 +277,26 @@ def test_a_caller_without_an_event_loop_can_stage(tq):
     assert asyncio.run(read_and_clear()) == [call]
 
 
+def test_what_a_failed_put_leaves_behind_goes_also_without_an_event_loop(monkeypatch):
+    cleared = []
+
+    async def connected(*_, **__): ...
+
+    async def put(*_, **__):
+        raise RuntimeError("a storage unit is gone")
+
+    async def clear(partition, keys, **_):
+        await asyncio.sleep(0.01)
+        cleared.extend(keys)
+
+    for name, fake in (("connect", connected), ("put", put), ("clear", clear)):
+        monkeypatch.setattr(dataplane, name, fake)
+    call = Chain("run.7.1.0").call()
+    with pytest.raises(StagingError, match="a storage unit is gone"):
+        TransferQueueSink().stage(call)
+    assert cleared == [call.staging_key]
+
+
 @pytest.mark.ray
 async def test_a_put_that_outlives_its_deadline_is_a_timeout_and_leaves_no_key(plane):
     _, source = plane

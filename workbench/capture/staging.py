@@ -77,7 +77,14 @@ class TransferQueueSink:
 
     def stage(self, call: StagedCall) -> None:
         """`stage_async` for callers without an event loop; it pays for a connection of its own each time."""
-        asyncio.run(self.stage_async(call))
+
+        async def staged() -> None:
+            try:
+                await self.stage_async(call)
+            finally:  # with this loop a clean-up would end half-way
+                await asyncio.gather(*self._cleanups)
+
+        asyncio.run(staged())
 
     async def stage_async(self, call: StagedCall) -> None:
         """Return when the row is acknowledged. Raises StagingError with cause sink_timeout or sink_error otherwise."""
