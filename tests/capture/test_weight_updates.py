@@ -175,7 +175,17 @@ class StubbornEngine(EngineThatKeepsOtherWeights):
         return await super().collective_rpc(method, args)
 
     async def reset_prefix_cache(self, reset_running_requests: bool) -> bool:
+        if self.stubborn == "reset":
+            await asyncio.Event().wait()
         return self.stubborn != "cache"
+
+    async def update_weight_version(self, version: str) -> None:
+        if self.stubborn == "label":
+            await asyncio.Event().wait()
+
+    async def resume_generation(self) -> None:
+        if self.stubborn == "resume":
+            await asyncio.Event().wait()
 
     async def pause_generation(self, mode: str, clear_cache: bool) -> None:
         if self.stubborn == "pause":
@@ -188,6 +198,9 @@ class StubbornEngine(EngineThatKeepsOtherWeights):
         ("pause", DeadlineExceeded, r"did not pause within 0\.05 s", False),
         ("load", DeadlineExceeded, r"did not load .* within 0\.05 s; its weights are in doubt", True),
         ("cache", WeightSyncError, "kept its prefix cache", True),
+        ("reset", DeadlineExceeded, "did not load", True),
+        ("label", DeadlineExceeded, "did not load", True),
+        ("resume", DeadlineExceeded, "did not load", True),
     ],
 )
 async def test_an_engine_that_does_not_do_its_part_of_an_update_is_named(
@@ -195,7 +208,8 @@ async def test_an_engine_that_does_not_do_its_part_of_an_update_is_named(
 ) -> None:
     server = server_over(StubbornEngine(stubborn), tmp_path, monkeypatch, load_timeout_s=0.05)
     with pytest.raises(error, match=says):
-        await server.update_weights(str(tmp_path), 1, hold=True, straddle=True)
+        async with asyncio.timeout(DEADLINE_S):
+            await server.update_weights(str(tmp_path), 1, hold=True, straddle=True)
     assert server.weight_version() == 0
     assert server.gate.in_doubt == in_doubt
 

@@ -192,10 +192,7 @@ class PolicyServer:
             timings["quiet_s"] = time.perf_counter() - began
             if self.config.engine == "vllm":
                 self.gate.in_doubt = True
-                timings |= await self._load(path)
-                await self.engine.update_weight_version(str(version))
-                if straddle:
-                    await self.engine.resume_generation()
+                timings |= await self._load(path, version, straddle)
             self._version = version
             self.gate.in_doubt = False
         return timings | {"total_s": time.perf_counter() - began}
@@ -219,14 +216,22 @@ class PolicyServer:
                 "The engine of the policy worker is gone. Next: its last words are in the worker's log."
             )
 
-    async def _load(self, path: str) -> dict[str, float]:
+    async def _load(self, path: str, version: int, straddle: bool) -> dict[str, float]:
         try:
             async with asyncio.timeout(self.config.load_timeout_s):
-                (timings, *_) = await self.engine.collective_rpc("workbench_reload", args=(str(path),))
+                timings = await self._reload(path)
+                await self.engine.update_weight_version(str(version))
+                if straddle:
+                    await self.engine.resume_generation()
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"The engine did not load {path} within {self.config.load_timeout_s:g} s; its weights are in doubt."
             ) from error
+        return timings
+
+    async def _reload(self, path: str) -> dict[str, float]:
+        try:
+            (timings, *_) = await self.engine.collective_rpc("workbench_reload", args=(str(path),))
         except Exception as error:
             self.check_alive()
             raise WeightSyncError(f"The engine could not load {path}: {error}") from error
