@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 from chains import Chain
@@ -10,6 +11,7 @@ from test_finalizer import plane
 
 from workbench import dataplane
 from workbench.capture.staging import TransferQueueSink, TransferQueueSource
+from workbench.errors import DeadlineExceeded
 from workbench.finalizer.sweeper import Sweeper
 from workbench.wire import StagedCall
 
@@ -102,6 +104,28 @@ async def test_it_goes_on_after_a_sweep_that_failed(plane):
             await asyncio.sleep(0.02)
         task.cancel()
     assert failures and failing.swept[dataplane.STAGING] == 2
+
+
+async def test_a_clear_that_may_go_on_is_given_its_time_before_the_next(monkeypatch):
+    """Two clears of one key at the same time can empty a slot that holds somebody else's new row."""
+    cleared, clock = [], [0.0]
+
+    async def tags(partition, **options):
+        return {"run.9.0.0/c0": {}} if partition == dataplane.STAGING else {}
+
+    async def clear(partition, keys, **options):
+        cleared.append(clock[0])
+        raise DeadlineExceeded("it goes on in the background")
+
+    monkeypatch.setattr(dataplane, "tags", tags)
+    monkeypatch.setattr(dataplane, "clear", clear)
+    monkeypatch.setattr("workbench.finalizer.sweeper.time.monotonic", lambda: clock[0])
+    slow = sweeper(set(), grace_s=100.0)
+    for now in (0.0, 100.0, 101.0, 199.0, 200.0):
+        clock[0] = now
+        with contextlib.suppress(DeadlineExceeded):
+            await slow.sweep()
+    assert cleared == [100.0, 200.0]
 
 
 async def test_at_the_end_both_partitions_are_empty_and_what_is_live_is_counted(plane):

@@ -5,7 +5,7 @@
 What is left behind: calls of rollouts whose group was given up or whose attempt was superseded, calls staged after
 their rollout was frozen, rows whose clear failed, keys listed without a row.
 Invariants: a row of a rollout that is live is never touched; a key is cleared while the run goes on only after it has
-been left behind for `grace_s`, at least as long as a clear that somebody else began can take. That matters:
+been left behind for `grace_s`, at least as long as a clear that was begun before, here or elsewhere, can take. Why:
 TransferQueue looks a key up, clears the slot, and gives the slot to the next put; of two clears of one key at the same
 time, the later one can empty a slot that holds somebody else's new row.
 Not here: clearing what was finalised or trained (its finalizer, the trainer), who is live (campaign.supply).
@@ -56,10 +56,11 @@ class Sweeper:
             left = self._left_since[partition]
             now = time.monotonic()
             found = await self._left_behind(partition)
-            self._left_since[partition] = {key: left.get(key, now) for key in found}
-            count += await self._clear(
-                partition, [key for key, since in self._left_since[partition].items() if now - since >= self._grace_s]
-            )
+            left = self._left_since[partition] = {key: left.get(key, now) for key in found}
+            due = [key for key, since in left.items() if now - since >= self._grace_s]
+            # A clear that fails may go on in the background: it has its time before the next one too.
+            left.update(dict.fromkeys(due, now))
+            count += await self._clear(partition, due)
         return count
 
     async def finish(self, timeout_s: float) -> dict[str, int]:
