@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import ray
 
+from workbench.actors import ActorLost
 from workbench.errors import ComponentDied, DeadlineExceeded, FinalizerError
 from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome
 from workbench.finalizer.metrics import GroupMetrics
@@ -202,3 +203,51 @@ async def test_when_nobody_can_be_brought_up_the_wait_ends(ray_cluster, tmp_path
     )
     with pytest.raises(DeadlineExceeded, match="finalizer 0 did not finish starting within 1 s"):
         await pool.start(1.0)
+
+
+async def test_one_that_cannot_be_replaced_ends_nothing_while_another_is_on_its_way(monkeypatch):
+    """Between two attempts to bring it up the other one has no actor either."""
+    told, tried = asyncio.Event(), asyncio.Event()
+
+    class Remote:
+        def __init__(self, does):
+            self.remote = does
+
+    class Actor:
+        def __init__(self, number, start):
+            self.ready = Remote(self._ready)
+            self._place = number, start
+
+        async def _ready(self, timeout_s):
+            match self._place:
+                case 0, 2:
+                    await tried.wait()
+                    await asyncio.sleep(0.05)  # until the other one is between two attempts
+                    raise DeadlineExceeded("no machine has room for it")
+                case 1, 2:
+                    tried.set()
+                    raise ComponentDied("it was sent to a node that is lost")
+                case 1, 3:
+                    await told.wait()
+
+    starts = [0, 0]
+
+    def start(number):
+        starts[number] += 1
+        return Actor(number, starts[number])
+
+    async def done(*_): ...
+
+    def report(kind, **fields):
+        if kind == "finalizer_not_replaced":
+            told.set()
+
+    for name, value in (("_until_dead", done), ("_process_of", done), ("_RAY_KILLS_AFTER_S", 0.0)):
+        monkeypatch.setattr(f"workbench.finalizer.pool.{name}", value)
+    monkeypatch.setattr("workbench.finalizer.pool._AGAIN_AFTER_S", 0.5)
+    pool = FinalizerPool(start, 2, timeout_s=5.0, replace_timeout_s=30.0, report=report)
+    await pool.start(5.0)
+    for member in pool._members:
+        await pool._retire(member, member.actor, None, ActorLost("its node is gone", died=True))
+    assert await asyncio.wait_for(pool._idlest(), 30.0) is pool._members[1]
+    assert told.is_set()
