@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from ray.exceptions import RayTaskError
 
 from workbench.actors import answer, root_cause, within
 from workbench.errors import DeadlineExceeded, SetupError
@@ -23,6 +24,17 @@ async def test_a_deliberate_error_comes_out_as_itself() -> None:
 
     with pytest.raises(SetupError, match="no such model"):
         await within(refuses(), 5.0, "the trainer", "loading the model")
+
+
+async def test_a_time_out_inside_the_actor_is_not_taken_for_a_silent_actor() -> None:
+    inside = RayTaskError("train_step", "the actor's traceback", TimeoutError("the ranks did not meet"))
+
+    async def times_out() -> None:
+        raise inside.as_instanceof_cause()
+
+    for timeout_s in (5.0, None):
+        with pytest.raises(RayTaskError, match="the actor's traceback"):
+            await answer(times_out(), timeout_s)
 
 
 @pytest.mark.timeout(30)  # one that goes on keeps the loop from ending too

@@ -36,13 +36,13 @@ async def answer(awaitable: Awaitable[T], timeout_s: float | None) -> T:
     try:
         async with asyncio.timeout(timeout_s):
             return await awaitable
-    except TimeoutError:
-        raise ActorLost(f"no answer within {timeout_s:g} s", died=False) from None
-    except ray_errors.RayTaskError as error:
+    except ray_errors.RayTaskError as error:  # first: it is of the type that the method raised as well
         cause = error.cause if isinstance(error.cause, WorkbenchError) else None
         if cause is None:
             raise
         raise cause from None
+    except TimeoutError:
+        raise ActorLost(f"no answer within {timeout_s:g} s", died=False) from None
     except ray_errors.ActorUnavailableError:
         why = "no connection to its process any more; the process, its node or the network between is gone"
         raise ActorLost(why, died=True) from None
