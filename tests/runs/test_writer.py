@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import subprocess
 import sys
@@ -147,6 +148,19 @@ def test_a_failed_replacement_leaves_the_old_file_and_no_temporary(tmp_path):
         1 / 0
     assert lines(path) == [{"a": 1}]
     assert [p.name for p in tmp_path.iterdir()] == ["part.jsonl"]
+
+
+def test_who_looks_whether_a_run_is_written_does_not_keep_it_from_being_written(tmp_path):
+    RunWriter(tmp_path).close()
+    with (tmp_path / "events.jsonl").open("rb") as looking:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        opened = []
+        thread = threading.Thread(target=lambda: opened.append(RunWriter(tmp_path)))
+        thread.start()
+        thread.join(0.05)
+        assert not opened
+    thread.join(10.0)
+    opened[0].close()
 
 
 def test_a_run_has_one_writer_at_a_time(tmp_path):

@@ -28,6 +28,7 @@ import orjson
 from workbench.errors import RunStoreError, SetupError
 from workbench.runs import schema
 
+_LOOKERS_S = 5.0
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
@@ -179,6 +180,21 @@ class _StatusFile:
                 self.write()
 
 
+def _lock(handle: IO[bytes]) -> None:
+    """Hold a file alone. Raises OSError where another writer does."""
+    deadline = time.monotonic() + _LOOKERS_S
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            # Whoever looks whether a run is being written holds it shared, for a moment; a writer lets nobody share.
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_UN)
+            time.sleep(0.001)
+
+
 class RunWriter:
     """Appends a campaign's events, steps and groups, and replaces its status; safe to call from several threads.
 
@@ -200,7 +216,7 @@ class RunWriter:
     def _open(path: Path) -> IO[bytes]:
         handle = path.open("a+b", buffering=0)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(handle)
         except OSError as error:
             handle.close()
             raise RunStoreError(
