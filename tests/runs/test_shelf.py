@@ -25,6 +25,14 @@ def test_a_run_that_cannot_be_read_is_a_line_and_keeps_no_other_from_being_liste
     assert "group_ids of table steps" in torn["error"]
 
 
+@pytest.mark.parametrize(("name", "content"), [("recipe.yaml", "model: tiny\n"), ("status.json", '{"resumed": "x"}')])
+def test_a_file_of_another_form_keeps_no_other_run_from_being_listed(tmp_path, name, content):
+    for run in ("good", "odd"):
+        shutil.copytree(demo.recorded_run(), tmp_path / run)
+    (tmp_path / "odd" / name).write_text(content)
+    assert overview(run_directories(tmp_path)).sort("path")["status"].to_list() == ["done", "unreadable"]
+
+
 def test_a_run_with_a_damaged_part_is_listed_with_what_is_left_out(tmp_path):
     run = shutil.copytree(demo.recorded_run(), tmp_path / "cut")
     part = sorted((run / "calls").iterdir())[0]

@@ -14,7 +14,6 @@ from typing import Any
 
 import polars as pl
 
-from workbench.errors import RunStoreError
 from workbench.runs import reader
 from workbench.runs.damage import in_short
 
@@ -58,8 +57,7 @@ def overview(directories: Iterable[Path]) -> pl.DataFrame:
 def _row(directory: Path) -> dict[str, Any]:
     try:
         return _read(reader.open(directory))
-    # Whatever is wrong with one run, the others are listed.
-    except (RunStoreError, OSError, pl.exceptions.PolarsError) as error:
+    except Exception as error:  # whatever is wrong with one run, the others are listed
         return {"run": directory.name, "status": "unreadable", "error": str(error), "path": str(directory)}
 
 
