@@ -49,15 +49,29 @@ def _stored_status(run_dir: Path) -> dict[str, Any] | None:
 
 def read_recipe(run_dir: Path) -> dict[str, Any] | None:
     """The recipe as the run stored it; `{}` where it stored none, None for a file that is no recipe."""
+    stored = _stored_recipe(run_dir)
+    return None if isinstance(stored, str) else stored
+
+
+def broken_recipe(run_dir: Path) -> list[str]:
+    """One sentence where the recipe that the run stored cannot be read."""
+    stored = _stored_recipe(run_dir)
+    return [f"{run_dir / 'recipe.yaml'} {stored}"] if isinstance(stored, str) else []
+
+
+def _stored_recipe(run_dir: Path) -> dict[str, Any] | str:
+    """`{}` where none was stored, words for what is none."""
     import yaml
 
     try:
         tree = yaml.safe_load((run_dir / "recipe.yaml").read_text())
     except FileNotFoundError:
         return {}
-    except (yaml.YAMLError, UnicodeDecodeError):
-        return None
-    return tree if isinstance(tree, dict) else None
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    except (yaml.YAMLError, ValueError) as error:  # a date that there is not is a ValueError
+        return f"is not YAML ({' '.join(str(error).split())})"
+    return tree if isinstance(tree, dict) else f"is no recipe (expected keys and values, got {type(tree).__name__})"
 
 
 def is_being_written(run_dir: Path) -> bool:

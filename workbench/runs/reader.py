@@ -25,7 +25,14 @@ import polars as pl
 
 from workbench.errors import RunStoreError
 from workbench.runs import frames
-from workbench.runs.condition import broken_status, is_being_written, read_recipe, read_status, state_of
+from workbench.runs.condition import (
+    broken_recipe,
+    broken_status,
+    is_being_written,
+    read_recipe,
+    read_status,
+    state_of,
+)
 from workbench.runs.custody import Ledgers, known_calls, ledger_files
 from workbench.runs.damage import DamagedParts, in_short, lost_log, torn_lines
 from workbench.runs.finding import find, is_run, no_run
@@ -101,7 +108,7 @@ class Run:
         told = [words for name in _JOURNALS for words in self._scanned(name).broken]
         told += broken_status(self.path)
         if self._stored_recipe() is None:
-            told.append(f"{self.path / 'recipe.yaml'} is not YAML")
+            told += broken_recipe(self.path)
         told += self._ledgers.broken()
         if not is_being_written(self.path):
             files = [self.path / f"{name}.jsonl" for name in _JOURNALS] + ledger_files(self.path / "ledger")
