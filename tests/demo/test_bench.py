@@ -11,7 +11,7 @@ import pytest
 from workbench.campaign.verify_run import verify_run
 from workbench.demo import recorded_ledger, recorded_run
 from workbench.demo.bench import open_bench
-from workbench.errors import RunStoreError
+from workbench.errors import RunStoreError, SetupError
 from workbench.finalizer import verify_and_linearize
 from workbench.gateway.settings import WORKER_TOKEN
 from workbench.wire import Cause
@@ -65,3 +65,9 @@ async def test_the_environment_is_as_it_was_when_a_bench_is_closed(monkeypatch):
         async with open_bench([{"text": "yes"}]):
             pass
         assert os.environ.get(WORKER_TOKEN) == before
+
+
+async def test_a_line_of_the_script_that_is_no_json_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"Line 2 of the script cannot be written as JSON \(.*\): \{'text': <object"):
+        async with open_bench([{"text": "a"}, {"text": object()}], path=tmp_path / "run"):
+            pass
