@@ -20,7 +20,7 @@ from typing import Any
 
 from workbench.actors import root_cause
 from workbench.campaign.echo_rollouts import EchoPlayer
-from workbench.campaign.environments import make_environment
+from workbench.campaign.environments import Environment, make_environment
 from workbench.campaign.fleet import Fleet
 from workbench.campaign.left_off import NOTHING_YET, LeftOff, read_left_off, remove_unfinished
 from workbench.campaign.resume import catch_up
@@ -71,9 +71,10 @@ async def run_campaign(
         writer.status(status="running", phase="set-up", run=run_dir.name, resumed=left.segments)
         store_recipe(run_dir, recipe.model_dump(mode="json"))
         try:
+            environment = make_environment(recipe)
             on_phase = partial(_say_phase, writer)
             async with make_fleet(recipe, run_dir, on_phase=on_phase, report=writer.event) as fleet:
-                result = await Campaign(recipe, fleet, writer).run(left)
+                result = await Campaign(recipe, fleet, writer, environment).run(left)
         except (asyncio.CancelledError, KeyboardInterrupt):
             writer.event("stopped", reason="interrupted")
             writer.status(status="killed", phase="stopped", error="interrupted")
@@ -89,11 +90,11 @@ async def run_campaign(
 class Campaign:
     """The pumps over one started fleet."""
 
-    def __init__(self, recipe: Recipe, fleet: Fleet, writer: RunWriter) -> None:
+    def __init__(self, recipe: Recipe, fleet: Fleet, writer: RunWriter, environment: Environment) -> None:
         self.recipe = recipe
         self.fleet = fleet
         self.writer = writer
-        self.environment = make_environment(recipe)
+        self.environment = environment
         self.state = CampaignState.begin(recipe, fleet, writer)
 
     async def run(self, left: LeftOff = NOTHING_YET) -> CampaignResult:

@@ -151,7 +151,7 @@ ROLLOUTS = (
     C("rollout_id", "str", "", "rollout; also the key of its training row"),
     C("index", "i64", "", "place in the group, from 0"),
     C("task_id", "str", "", "task it tried"),
-    C("reward", "f64", "", "reward of the environment; null: none was given"),
+    C("reward", "f64", "", "reward of the environment; null: none was given, or the rollout failed before"),
     C("reward_components", "json", "", "name -> part of the reward"),
     C("sample_mask", "i64", "", "1: trains; 0: placeholder without a vote"),
     C(
