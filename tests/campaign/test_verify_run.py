@@ -369,7 +369,7 @@ def test_a_torn_line_that_the_run_counted_on_is_both(run_dir):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"name: [", "is not YAML (while parsing"),
+        (b"name:\n  a: [", "is not YAML (expected the node content, but found '<stream end>' at line 2)"),
         (b"name: 2026-13-45", "is not YAML (month must be in 1..12"),
         (b"\xff\xfe\x00", "is not YAML ("),
         (b"- a list", "is no recipe (expected keys and values, got list)"),

@@ -69,6 +69,9 @@ def _stored_recipe(run_dir: Path) -> dict[str, Any] | str:
         return {}
     except OSError as error:
         return f"cannot be read ({error.strerror})"
+    except yaml.MarkedYAMLError as error:
+        at = "" if error.problem_mark is None else f" at line {error.problem_mark.line + 1}"
+        return f"is not YAML ({error.problem}{at})"
     except (yaml.YAMLError, ValueError) as error:  # a date that there is not is a ValueError
         return f"is not YAML ({' '.join(str(error).split())})"
     return tree if isinstance(tree, dict) else f"is no recipe (expected keys and values, got {type(tree).__name__})"
