@@ -94,7 +94,7 @@ def test_a_log_that_a_finished_run_has_lost_is_named_once_and_a_lost_line_by_wha
             lost(run_dir / log)
             (difference,) = verify_run(run_dir).differences
             assert difference.file == log and says in difference.what
-            assert difference.what.endswith(f"{noun} of this finished run were trained")
+            assert difference.what.endswith(f"{noun} were trained and the run is done")
         (run_dir / log).write_bytes(b"{broken\n" + whole)
         (difference,) = verify_run(run_dir).differences
         assert f"{log}, line 1 is not JSON" in difference.what
@@ -107,19 +107,19 @@ def test_a_log_that_a_finished_run_has_lost_is_named_once_and_a_lost_line_by_wha
     (run_dir / "groups.jsonl").write_bytes(first)
     (run_dir / "steps.jsonl").unlink()
     with RunWriter(run_dir) as writer:
-        writer.status(status="killed")
+        writer.status(status="stopped")
     assert verify_run(run_dir).ok
 
 
 def test_a_group_that_a_kill_left_half_written_is_no_difference_and_said_to_be_unfinished(run_dir):
-    """Only where nobody has heard of it: not in a finished run, not where a line or a step names it."""
+    """Only where nobody has heard of it: not in a run that is done, not where a line or a step names it."""
     for kind in ("calls", "rows"):
         part = run_dir / kind / "g00001.parquet"
         (run_dir / kind / "g00099.parquet").write_bytes(part.read_bytes())
     (difference,) = verify_run(run_dir).differences
     assert (difference.file, difference.what) == ("receipts/g00099.jsonl", "the group's receipts are missing")
     with RunWriter(run_dir) as writer:
-        writer.status(status="killed")
+        writer.status(status="stopped")
     for _ in range(2):
         report = verify_run(run_dir)
         assert report.ok, str(report)

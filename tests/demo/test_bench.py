@@ -36,7 +36,7 @@ async def test_what_is_captured_on_the_bench_is_an_ordinary_run(tmp_path: Path) 
         assert np.array_equal(row.token_ids, bench.run.tokens("r.0.0.0")["token_id"].to_numpy())
     report = verify_run(tmp_path / "run")
     assert report.ok and report.calls == 2
-    assert bench.run.campaign["state"][0] == "finished"
+    assert bench.run.campaign["state"][0] == "done"
 
 
 async def test_a_changed_history_on_the_bench_has_no_vote(tmp_path: Path) -> None:

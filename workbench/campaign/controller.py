@@ -40,7 +40,7 @@ _LAST_LOOK_S = 3.0
 
 @dataclass
 class CampaignResult:
-    """What a finished campaign says of itself; everything else is a query over the run store."""
+    """What a campaign that is done says of itself; everything else is a query over the run store."""
 
     run_dir: Path
     steps: int
@@ -77,7 +77,7 @@ async def run_campaign(
                 result = await Campaign(recipe, fleet, writer, environment).run(left)
         except (asyncio.CancelledError, KeyboardInterrupt):
             writer.event("stopped", reason="interrupted")
-            writer.status(status="killed", phase="stopped", error="interrupted")
+            writer.status(status="stopped", phase="stopped", error="stopped by an interrupt")
             raise
         except BaseException as error:
             writer.event("failed", error=type(error).__name__, message=str(error))

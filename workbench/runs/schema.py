@@ -59,7 +59,7 @@ C = Column
 CAMPAIGNS = (
     C("run", "str", "", "name of the run, the first part of every rollout id"),
     C("path", "str", "", "run directory"),
-    C("state", "str", "", "running, finished, failed, interrupted, or unknown: status.json cannot be read"),
+    C("state", "str", "", "running, done, failed, stopped, or unreadable: status.json cannot be read"),
     C("started_at", "f64", "s", "Unix time of the first event"),
     C("finished_at", "f64", "s", "Unix time of the last event of a closed run"),
     C("model", "str", "", "model the policy started from"),
