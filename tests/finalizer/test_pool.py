@@ -12,6 +12,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -205,49 +206,70 @@ async def test_when_nobody_can_be_brought_up_the_wait_ends(ray_cluster, tmp_path
         await pool.start(1.0)
 
 
-async def test_one_that_cannot_be_replaced_ends_nothing_while_another_is_on_its_way(monkeypatch):
+class Remote:
+    def __init__(self, does):
+        self.remote = does
+
+
+@pytest.fixture
+def two_lost(monkeypatch):
+    """A pool whose two members are lost; `replacing(ready)` has `ready(number, start)` awaited by every actor."""
+
+    async def done(*_): ...
+
+    for name, value in (("_until_dead", done), ("_process_of", done), ("_RAY_KILLS_AFTER_S", 0.0)):
+        monkeypatch.setattr(f"workbench.finalizer.pool.{name}", value)
+    monkeypatch.setattr("workbench.finalizer.pool._AGAIN_AFTER_S", 0.5)
+
+    async def replacing(ready, report=lambda kind, **fields: None):
+        starts = [0, 0]
+
+        def start(number):
+            starts[number] += 1
+            place = number, starts[number]
+            return SimpleNamespace(ready=Remote(lambda timeout_s: done() if place[1] == 1 else ready(*place)))
+
+        pool = FinalizerPool(start, 2, timeout_s=5.0, replace_timeout_s=30.0, report=report)
+        await pool.start(5.0)
+        for member in pool._members:
+            await pool._retire(member, member.actor, None, ActorLost("its node is gone", died=True))
+        return pool
+
+    return replacing
+
+
+async def test_one_that_cannot_be_replaced_ends_nothing_while_another_is_on_its_way(two_lost):
     """Between two attempts to bring it up the other one has no actor either."""
     told, tried = asyncio.Event(), asyncio.Event()
 
-    class Remote:
-        def __init__(self, does):
-            self.remote = does
-
-    class Actor:
-        def __init__(self, number, start):
-            self.ready = Remote(self._ready)
-            self._place = number, start
-
-        async def _ready(self, timeout_s):
-            match self._place:
-                case 0, 2:
-                    await tried.wait()
-                    await asyncio.sleep(0.05)  # until the other one is between two attempts
-                    raise DeadlineExceeded("no machine has room for it")
-                case 1, 2:
-                    tried.set()
-                    raise ComponentDied("it was sent to a node that is lost")
-                case 1, 3:
-                    await told.wait()
-
-    starts = [0, 0]
-
-    def start(number):
-        starts[number] += 1
-        return Actor(number, starts[number])
-
-    async def done(*_): ...
+    async def ready(number, start):
+        match number, start:
+            case 0, _:
+                await tried.wait()
+                await asyncio.sleep(0.05)  # until the other one is between two attempts
+                raise DeadlineExceeded("no machine has room for it")
+            case 1, 2:
+                tried.set()
+                raise ComponentDied("it was sent to a node that is lost")
+            case 1, 3:
+                await told.wait()
 
     def report(kind, **fields):
         if kind == "finalizer_not_replaced":
             told.set()
 
-    for name, value in (("_until_dead", done), ("_process_of", done), ("_RAY_KILLS_AFTER_S", 0.0)):
-        monkeypatch.setattr(f"workbench.finalizer.pool.{name}", value)
-    monkeypatch.setattr("workbench.finalizer.pool._AGAIN_AFTER_S", 0.5)
-    pool = FinalizerPool(start, 2, timeout_s=5.0, replace_timeout_s=30.0, report=report)
-    await pool.start(5.0)
-    for member in pool._members:
-        await pool._retire(member, member.actor, None, ActorLost("its node is gone", died=True))
+    pool = await two_lost(ready, report)
     assert await asyncio.wait_for(pool._idlest(), 30.0) is pool._members[1]
     assert told.is_set()
+
+
+async def test_when_none_of_several_can_be_replaced_at_the_same_time_the_wait_ends(two_lost):
+    together = asyncio.Barrier(2)
+
+    async def ready(number, start):
+        await together.wait()
+        raise DeadlineExceeded(f"finalizer {number} has no room")
+
+    pool = await two_lost(ready)
+    with pytest.raises(DeadlineExceeded, match="has no room"):
+        await asyncio.wait_for(pool._idlest(), 30.0)

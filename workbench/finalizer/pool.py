@@ -183,7 +183,8 @@ class FinalizerPool:
             await self._bring_up_again(member, began + self._replace_timeout_s)
         except Exception as error:
             async with self._changed:
-                if not self.actors and self._replacements <= {asyncio.current_task()}:
+                self._replacements.discard(asyncio.current_task())  # type: ignore[arg-type]
+                if not self.actors and not self._replacements:
                     self._failure = error  # nobody is left, and nobody comes
                 self._changed.notify_all()
             self._report("finalizer_not_replaced", finalizer=member.number, error=str(error))
