@@ -22,10 +22,11 @@ from workbench.errors import FinalizerError
 from workbench.finalizer.group import Assembly
 from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome
 from workbench.finalizer.verdicts import Staged
+from workbench.ledger.receipts import calls_of_chain
 from workbench.runs.schema import columns
 from workbench.runs.staged import apart
 from workbench.runs.writer import dumps, write_lines, write_part
-from workbench.wire import CallRecord, Cause, RolloutReceipt, StagedCall
+from workbench.wire import CallRecord, Cause, StagedCall
 from workbench.wire.extras import FINISH_REASON
 
 PARTS = {"calls": "parquet", "rows": "parquet", "receipts": "jsonl"}
@@ -78,7 +79,7 @@ def call_records(request: FinalizationRequest, staged: Staged) -> list[dict[str,
 def _calls_of(group_id: str, outcome: RolloutOutcome, staged: Staged) -> list[dict[str, Any]]:
     receipt = outcome.receipt
     records = receipt.manifest if receipt is not None else []
-    chain = _chain(receipt) if receipt is not None else set()
+    chain = set() if receipt is None else calls_of_chain(records, receipt.terminal_model_call_id)
     rows = []
     for place, record in enumerate(records):
         call = staged[record.staging_key]
@@ -132,16 +133,6 @@ def _delta(record: CallRecord, call: StagedCall | Exception) -> dict[str, Any]:
         "token_mask": mask_T,
         "logprobs": call.generation_log_probs_delta,
     }
-
-
-def _chain(receipt: RolloutReceipt) -> set[str]:
-    parents = {record.model_call_id: record.parent_call_id for record in receipt.manifest}
-    chain: set[str] = set()
-    cursor = receipt.terminal_model_call_id
-    while cursor is not None and cursor not in chain:
-        chain.add(cursor)
-        cursor = parents.get(cursor)
-    return chain
 
 
 def row_records(request: FinalizationRequest, assembly: Assembly) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ Not here: digests (verifier), the witnesses themselves (attribution), the guess 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -104,15 +104,15 @@ def assemble_receipt(
 
 def _uncaptured(manifest: RolloutManifest, terminal: str | None) -> str | None:
     """The reason of the first failure that poisons, or None."""
-    chain = _chain(manifest.records, terminal)
+    chain = calls_of_chain(manifest.records, terminal)
     for failure in manifest.failures:
         if failure.reason != HARMLESS_OFF_CHAIN or failure.model_call_id in chain:
             return failure.reason
     return None
 
 
-def _chain(records: list[CallRecord], terminal: str | None) -> set[str]:
-    """Call ids from the terminal to the root, a parent that has no record included."""
+def calls_of_chain(records: Sequence[CallRecord], terminal: str | None) -> set[str]:
+    """Call ids from the terminal to the root, a parent that has no record included; none without a terminal."""
     parents = {record.model_call_id: record.parent_call_id for record in records}
     chain: set[str] = set()
     call_id = terminal

@@ -18,6 +18,7 @@ import polars as pl
 
 from workbench.errors import RunStoreError, WorkbenchError
 from workbench.ledger import LedgerStore, assemble_receipt
+from workbench.ledger.receipts import calls_of_chain
 from workbench.runs.custody import broken_events, holds_records, is_ledger, ledger_files, ledger_rows, rollout_of
 from workbench.runs.damage import in_short, torn_lines
 from workbench.runs.finding import find
@@ -110,7 +111,7 @@ class ForeignLedger:
                 rollouts.append({"rollout_id": rollout_id, "cause": cause, "detail": str(error)})
                 self._broken.append(str(error))
                 continue
-            chain = _chain(receipt)
+            chain = calls_of_chain(receipt.manifest, receipt.terminal_model_call_id)
             for call, word in zip(recorded, relate(recorded, chain), strict=True):
                 call |= {
                     "relation": word,
@@ -138,13 +139,3 @@ def _rollout(receipt: RolloutReceipt, calls: list[dict[str, Any]]) -> dict[str, 
         "unresolved_calls": sum(call["failure_reason"] == "unresolved_parent" for call in failed),
         "tokens": terminal.cum_len if terminal is not None else None,
     }
-
-
-def _chain(receipt: RolloutReceipt) -> set[str]:
-    parents = {record.model_call_id: record.parent_call_id for record in receipt.manifest}
-    chain: set[str] = set()
-    call_id = receipt.terminal_model_call_id
-    while call_id is not None and call_id not in chain:
-        chain.add(call_id)
-        call_id = parents.get(call_id)
-    return chain
