@@ -261,7 +261,7 @@ def make_run(run_dir: Path, steps: int = 2) -> Path:
 
 
 def _fetched(sink: MemorySink, key: str) -> Any:
-    from workbench.capture.staging import unpack
+    from workbench.capture.staged_row import unpack
 
     return unpack(key, sink.rows[key])
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from workbench import dataplane
 from workbench.capture import staged_row
-from workbench.capture.staging import MemorySink, TransferQueueSink, TransferQueueSource, pack, tags_of, unpack
+from workbench.capture.staged_row import pack, tags_of, unpack
+from workbench.capture.staging import MemorySink, TransferQueueSink, TransferQueueSource
 from workbench.errors import DeadlineExceeded, StagingError
 from workbench.wire import Cause, StagedCall, encode_routes
 from workbench.wire.extras import FINISH_REASON, ROUTED_EXPERTS

@@ -10,7 +10,8 @@ import pytest
 from test_group import chain, outcome
 
 from workbench import dataplane
-from workbench.capture.staging import TransferQueueSink, TransferQueueSource, pack
+from workbench.capture.staged_row import pack
+from workbench.capture.staging import TransferQueueSink, TransferQueueSource
 from workbench.errors import FinalizerError
 from workbench.finalizer.actor import Finalizer, FinalizerActor, bos_of
 from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup

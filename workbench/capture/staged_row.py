@@ -10,7 +10,7 @@ Not here: where rows are kept (staging), whether their digests are right (`workb
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import orjson
@@ -18,9 +18,6 @@ import orjson
 from workbench.errors import StagingError, WireError
 from workbench.wire import Cause, StagedCall, decode_routes, encode_routes, staging_key
 from workbench.wire.extras import ROUTED_EXPERTS
-
-if TYPE_CHECKING:
-    pass
 
 COLUMNS = ("token_ids", "logprobs", "meta")
 ROUTES = "routes"

@@ -33,9 +33,8 @@ from workbench.capture.staged_row import (
 from workbench.errors import DeadlineExceeded, StagingError, WorkbenchError
 from workbench.wire import Cause, StagedCall
 
-__all__ = ["MemorySink", "TransferQueueSink", "TransferQueueSource", "pack", "tags_of", "unpack"]
-
-
+MOST_READS = 16
+"""Requests of one source at a time."""
 SLOW_S = 1.0
 """A read that fails faster than this failed for a row; slower, for a storage unit that did not answer."""
 
@@ -129,9 +128,9 @@ class TransferQueueSource:
     `reads` counts requests to TransferQueue: 1 a fetch as long as every row is there and alike.
     """
 
-    def __init__(self, deadline_s: float = 60.0, max_reads: int = 16) -> None:
+    def __init__(self, deadline_s: float = 60.0) -> None:
         self._deadline_s = deadline_s
-        self._reading = asyncio.Semaphore(max_reads)
+        self._reading = asyncio.Semaphore(MOST_READS)
         self.reads = 0
 
     async def fetch(self, keys: Sequence[str]) -> list[StagedCall | StagingError]:

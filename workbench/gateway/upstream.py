@@ -51,6 +51,7 @@ class Acknowledgement:
         )
 
 
+_CONNECT_TIMEOUT_S = 5.0
 _HEADER_BYTES = 2**16
 """A call's coordinates come in one header; the client's own limit is 8 KiB."""
 
@@ -58,20 +59,19 @@ _HEADER_BYTES = 2**16
 class Upstream:
     """HTTP client of the workers, one a process; `close` it. aiohttp.ClientError says that a worker did not answer."""
 
-    def __init__(self, urls: str | Sequence[str], token: str | None, *, connect_timeout_s: float = 5.0) -> None:
+    def __init__(self, urls: str | Sequence[str], token: str | None) -> None:
         self.urls = [url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls)]
         self._in_turn = itertools.cycle(self.urls)
         self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
         if token:
             self._headers["authorization"] = f"Bearer {token}"
-        self._connect_timeout_s = connect_timeout_s
 
     @functools.cached_property
     def _client(self) -> aiohttp.ClientSession:
         # Made at the first call, because it belongs to the event loop that it is made in.
         return aiohttp.ClientSession(
             # The life of a call is bounded by the exchange; a read deadline here would cut long generations instead.
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
             connector=aiohttp.TCPConnector(limit=0),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,

@@ -4,7 +4,7 @@
 
 Hugging Face layout: one safetensors file in the engine's dtype (a tied embedding once), the source's config with that
 dtype, its tokenizer files and chat template. A folder is complete or absent (written beside, fsynced, renamed), and the
-last `keep` stay: the engine may still be reading the one before.
+last `KEPT` stay: the engine may still be reading the one before.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+KEPT = 2
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".gguf", ".pt", ".pth"}
 
 
@@ -31,16 +32,15 @@ def publish(
     directory: Path,
     version: int,
     dtype: torch.dtype,
-    keep: int = 2,
 ) -> Path:
-    """Write `directory`/v<version> and return it; lower versions beyond `keep` are removed. A repeat replaces.
+    """Write `directory`/v<version> and return it; lower versions beyond the last `KEPT` are removed. A repeat replaces.
 
     `weights` by name, a tied one once; `source` is the model folder that everything else is copied from.
     """
     target = directory / f"v{version}"
     with whole_folder(target) as draft:
         write_model(draft, weights, source, dtype)
-    for old in published(directory)[:-keep]:
+    for old in published(directory)[:-KEPT]:
         shutil.rmtree(directory / f"v{old}", ignore_errors=True)
     return target
 

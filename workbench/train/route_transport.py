@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 
-def broadcast_routes(routes: Sequence[np.ndarray | None] | None, *, source: int = 0) -> list[np.ndarray | None]:
-    """The routes of `source`, [T, layers, topk] a row or None, on every rank. Other ranks pass None.
+def broadcast_routes(routes: Sequence[np.ndarray | None] | None) -> list[np.ndarray | None]:
+    """The routes of rank 0, [T, layers, topk] a row or None, on every rank. Other ranks pass None.
 
     Every rank of the default process group must call this.
     """
-    mine = dist.get_rank() == source
+    mine = dist.get_rank() == 0
     head: list[Any] = [None]
     if mine:
         head = [[None if row is None else (row.shape, row.dtype.name) for row in routes or ()]]
-    dist.broadcast_object_list(head, src=source)
+    dist.broadcast_object_list(head, src=0)
     device = torch.device("cuda") if dist.get_backend() == "nccl" else torch.device("cpu")
     sizes = [0 if what is None else int(np.prod(what[0])) for what in head[0]]
     flat = torch.empty(sum(sizes), dtype=torch.int32, device=device)
@@ -33,7 +33,7 @@ def broadcast_routes(routes: Sequence[np.ndarray | None] | None, *, source: int 
         held = [row.reshape(-1).astype(np.int32) for row in routes or () if row is not None]
         flat.copy_(torch.from_numpy(np.concatenate(held)))
     if flat.numel():
-        dist.broadcast(flat, src=source)
+        dist.broadcast(flat, src=0)
     values = flat.cpu().numpy()
     out: list[np.ndarray | None] = []
     start = 0
