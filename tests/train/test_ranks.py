@@ -10,6 +10,7 @@ import torch
 import torch.multiprocessing as processes
 from train.samples import MemoryRows, row
 
+from workbench.errors import TrainerError
 from workbench.train import Trainer, checkpoint
 
 SETTINGS = {"learning_rate": 1e-3, "micro_batch_tokens": 50, "threads": 2, "kl_coef": 0.05, "max_mult_prob_error": 1e6}
@@ -151,3 +152,16 @@ def test_the_ranks_are_actors_that_answer_as_one_trainer(tq, ray_cluster, tiny_m
         assert not set(keys) & set(asyncio.run(tq.tags("train", deadline_s=20.0)))
     finally:
         ray_cluster.kill(actor)
+
+
+def test_memory_that_runs_out_in_rank_0_is_not_called_a_lost_rank():
+    from workbench.train.ranks import TrainerRanks
+
+    class Full:
+        def train_step(self, step, keys):
+            raise torch.OutOfMemoryError("no room for 2 GiB\nmore words")
+
+    trainer = object.__new__(TrainerRanks)
+    trainer._others, trainer._own = [], Full()
+    with pytest.raises(TrainerError, match=r"^Rank 0 failed in train_step: OutOfMemoryError: no room for 2 GiB "):
+        trainer.train_step(1, [])

@@ -201,8 +201,11 @@ class TrainerRanks:
         answers = [getattr(other, method).remote(*arguments) for other in self._others]
         try:
             own = getattr(self._own, method)(*arguments)
-        except RuntimeError as error:  # what gloo raises when a peer is gone
-            raise TrainerError(f"Rank 0 lost the other ranks in {method}: {str(error).splitlines()[0]}") from error
+        except RuntimeError as error:  # what gloo raises when a peer is gone, and torch when memory is
+            said = str(error).partition("\n")[0]
+            raise TrainerError(
+                f"Rank 0 failed in {method}: {type(error).__name__}: {said} (said of a peer: another rank is gone)"
+            ) from error
         ray.get(answers, timeout=EXCHANGE_TIMEOUT_S)
         return own
 
