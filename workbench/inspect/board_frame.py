@@ -17,6 +17,7 @@ _SHOWN_GROUPS = 12
 _ENDED = frozenset({"group_replaced", "group_evicted"})
 _PHASES = ("rollout_s", "train_s", "publish_s", "sync_s")
 NO_STEP = "no optimiser step yet"
+NOT_IN_STEP = "the step has none"
 
 
 def board_frame(run: Any, now: float) -> dict[str, Any]:
@@ -52,13 +53,14 @@ def _tiles(campaign: dict[str, Any], last: dict[str, Any], flying: list[dict[str
     seconds = sum(last.get(phase) or 0.0 for phase in _PHASES)
     rate = last["sampled_tokens"] / seconds if seconds and last.get("sampled_tokens") is not None else None
     unit = "tokens/s sampled, last step"
+    missing = NOT_IN_STEP if last else NO_STEP
     return [
         _tile("groups in flight", f"{len(flying):,}" if running else None, idle),
         _tile("oldest running rollout", f"{oldest['rollout']}, {clock(oldest['age_s'])}" if oldest else None, idle),
-        _tile(unit, None if rate is None else f"{rate:,.1f}", NO_STEP),
-        _tile("token_in_rate after roots", _number(last.get("token_in_rate_after_roots"), ".3f"), NO_STEP),
-        _tile("reward, last step", _number(last.get("reward_mean"), ".3f"), NO_STEP),
-        _tile("staleness (versions), last step", _number(last.get("staleness_max"), ",d"), NO_STEP),
+        _tile(unit, None if rate is None else f"{rate:,.1f}", missing),
+        _tile("token_in_rate after roots", _number(last.get("token_in_rate_after_roots"), ".3f"), missing),
+        _tile("reward, last step", _number(last.get("reward_mean"), ".3f"), missing),
+        _tile("staleness (versions), last step", _number(last.get("staleness_max"), ",d"), missing),
         _tile("rollouts valid", f"{campaign['valid_rollouts']:,} of {campaign['rollouts']:,}", ""),
         _tile("groups finalised", f"{campaign['groups']:,}", ""),
         _tile("weight version", _number(campaign["weight_version"], ",d"), NO_STEP),
