@@ -3,11 +3,15 @@ nothing but what scrolls by itself is wider than its column."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import nbformat
 import pytest
 from mounted import error, mount
 from playwright.sync_api import Browser
 
 from workbench import runs
+from workbench.campaign.html_export import export_html
 from workbench.demo import recorded_run
 from workbench.inspect import (
     CampaignBoard,
@@ -54,4 +58,16 @@ def test_a_live_view_can_be_read_in_a_narrow_column(browser: Browser, name: str)
     }[name]()
     page, _ = mount(browser, widget, width=WIDTH)
     assert page.evaluate(_LOOK) == [] and error(page) == ""
+    page.close()
+
+
+def test_a_report_is_as_wide_as_a_narrow_window_whatever_its_tables_hold(browser: Browser, tmp_path: Path) -> None:
+    run = runs.open(recorded_run())
+    tables = [PoisonTable(run).html(), LogprobDelta(run).html(), run.steps._repr_html_()]
+    shown = [nbformat.v4.new_output("display_data", {"text/html": table}) for table in tables]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(outputs=shown)])
+    export_html(notebook, tmp_path / "page.html", "page")
+    page = browser.new_page(viewport={"width": 480, "height": 900})
+    page.goto((tmp_path / "page.html").as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") == 480
     page.close()

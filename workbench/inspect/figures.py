@@ -238,7 +238,8 @@ class RewardCurve(StaticView):
             for row in self.steps.to_dicts()
         ]
         header = ("step", "mean", "std", "best", "valid rows")
-        return markup.block(markup.line(self.sentence(), strong=True), markup.table(header, rows))
+        table = [markup.table(header, rows)] if rows else []
+        return markup.block(markup.line(self.sentence(), strong=True), *table)
 
 
 def _unplaced(rollouts: pl.DataFrame) -> str:

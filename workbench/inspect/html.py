@@ -54,8 +54,10 @@ def _head(name: str) -> str:
 
 
 def _own_width(*lines: str) -> str:
-    """On a narrow page a table scrolls; squeezed, its sentences would be a word a line."""
-    return f";min-width:{_PROSE_CH}ch" if max(map(len, lines)) > _PROSE_CH else ""
+    """On a narrow page a table scrolls; squeezed, its sentences would be a word a line, and names end at a hyphen."""
+    if max(map(len, lines)) > _PROSE_CH:
+        return f";min-width:{_PROSE_CH}ch"
+    return ";white-space:nowrap" if any("-" in line[1:] and " " not in line for line in lines) else ""
 
 
 def _cell(cell: Cell | str) -> str:

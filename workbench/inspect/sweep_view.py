@@ -59,6 +59,8 @@ class SweepView(StaticView):
 
     def _best(self) -> str:
         rated = self.table.drop_nulls("reward").sort("reward", descending=True, maintain_order=True)
+        if rated.is_empty() and self.table["step"].max():
+            return " · none has a reward at the last step"
         if rated.height < 2:
             return ""
         best = rated.row(0, named=True)
@@ -112,7 +114,7 @@ class SweepView(StaticView):
             row["run"],
             *(str(row[key]) for key in self.keys),
             markup.Cell(status, strong=row["status"] != "done"),
-            _number(None if row["step"] is None else f"{row['step']}/{row['steps']}"),
+            _number(row["step"] if row["steps"] is None else f"{row['step']}/{row['steps']}"),
             _number(row["reward"], ".3f"),
             _number(row["token_in_rate"], ".4g"),
             _number(row["token_in_rate_after_roots"], ".4g"),
