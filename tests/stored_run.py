@@ -141,7 +141,7 @@ class StoredRun:
             tail = "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
         return rollout, last
 
-    def group(self, step: int, number: int, kinds: list[str]) -> FinalizedGroup:
+    def group(self, step: int | None, number: int, kinds: list[str]) -> FinalizedGroup:
         """Play one rollout a kind, finalise the group, write its parts."""
         group_id = f"g{number:05d}"
         ids = [f"{self.run_dir.name}.{number}.{index}.0" for index in range(len(kinds))]
@@ -149,7 +149,7 @@ class StoredRun:
         outcomes = []
         for index, (rollout_id, kind) in enumerate(zip(ids, kinds, strict=True)):
             _, last = self.play(rollout_id, 2 + (number + index) % 3, kind=kind)
-            reward = round(min(1.0, 0.1 * step + 0.4 * self.rng.random()), 3)
+            reward = round(min(1.0, 0.1 * (step or 0) + 0.4 * self.rng.random()), 3)
             manifest = self.ledger.manifest(rollout_id)
             receipt = assemble_receipt(
                 manifest,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import asdict
 
@@ -64,7 +66,7 @@ def test_a_question_that_failed_says_why():
 
 def test_every_side_stands_in_every_place_equally_often():
     orders = [tuple(in_turn("abc", number)) for number in range(throughput.ROUNDS)]
-    assert set(Counter(orders).values()) == {1} and len(set(orders)) == 6
+    assert set(Counter(orders).values()) == {2} and len(set(orders)) == 6
     for sides in ("ab", "abcd", "abcde"):
         places = Counter(place for n in range(2 * len(sides)) for place in enumerate(in_turn(sides, n)))
         assert set(places.values()) == {2}
@@ -106,15 +108,37 @@ def test_the_run_that_is_opened_has_what_its_steps_trained(tmp_path):
     assert runs.open(part).rollouts["trained_step"].to_list() == steps
 
 
-def test_throughput_says_what_a_call_costs_beside_what_the_target_allows():
-    batches = {
-        kind: np.tile([1 / rate, ms / 1e3, 0.7], (6, 1))
-        for kind, rate, ms in zip(throughput.KINDS, (94.0, 100.0, 98.0), (190.0, 179.0, 182.0), strict=True)
-    }
-    first = throughput.figures(batches)[0]
+def test_throughput_says_what_each_part_costs_a_call_beside_what_the_target_allows():
+    def batches(rate: float, **parts_ms: float) -> list[throughput.Batch]:
+        parts = {part: parts_ms.get(part.lower(), 0.0) / 1e3 for part in throughput.PARTS}
+        return [throughput.Batch(1 / rate, 0.2, 0.7, parts)] * 6
+
+    captured = batches(94.0, engine=171.0, server=9.0, gateway=3.25, transferqueue=4.0)
+    bare = batches(100.0, engine=170.0, server=4.0, gateway=0.25, transferqueue=2.0)
+    scored = batches(98.0, engine=172.0, server=6.0, gateway=0.25, transferqueue=2.0)
+    first = throughput.figures(dict(zip(throughput.KINDS, (captured, bare, scored), strict=True)))[0]
     assert first.value == pytest.approx(0.94) and first.reached == "no"
-    assert "takes 179 ms" in first.note and "captured 11.0 ms more, 3.0 of them" in first.note
-    assert "0.95 allows 9.4 ms, 1.6 less than that." in first.note
+    assert "takes 176 ms of processor time in these parts, 170 of them" in first.note
+    assert "0.95 allows 9.3 ms more" in first.note
+    assert "capture takes 10.0 ms: 5.0 in server, 3.0 in gateway, 2.0 in TransferQueue. 2.0 ms of them" in first.note
+
+
+def test_the_processor_time_of_a_part_is_that_of_the_processes_that_bear_its_name():
+    with subprocess.Popen([sys.executable, "-c", SPINS, "workbench.gateway"], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        before = throughput.by_part()["gateway"]
+        child.stdout.readline()
+        spent = throughput.by_part()["gateway"] - before
+        child.kill()
+    assert spent >= 0.2
+
+
+SPINS = """
+import time
+while time.process_time() < 0.5: pass
+print(flush=True)
+time.sleep(60)
+"""
 
 
 def shown(*figures: Figure) -> str:

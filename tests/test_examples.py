@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import html
 import random
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from workbench import runs
+from workbench.campaign.cli import main
 from workbench.campaign.environments import make_environment
 from workbench.campaign.rollouts import RolloutPlan, RolloutPlayer
+from workbench.campaign.verify_run import verify_run
 from workbench.config import load_recipe
 from workbench.demo.bench import open_bench
 from workbench.errors import RecipeError
+from workbench.inspect import PoisonTable, PrefixChain
 from workbench.wire import Cause
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-async def played(example: str, script: list[dict], path: Path):
+async def played(example: str, script: list[dict], path: Path, folder: Path = EXAMPLES):
     """One rollout of an example's environment on a bench: (its outcome, the summary of its row)."""
-    environment = make_environment(load_recipe("cpu_smoke", [f"environment.name={EXAMPLES / example}"]))
+    environment = make_environment(load_recipe("cpu_smoke", [f"environment.name={folder / example}"]))
     async with open_bench(script, path=path / "run") as bench:
         player = RolloutPlayer(
             gateway_url=bench.url,
@@ -56,6 +62,26 @@ async def test_a_black_box_trains_on_the_chain_that_its_output_names(tmp_path):
 async def test_a_black_box_whose_output_two_calls_gave_has_no_vote(tmp_path):
     _, summary = await played("black_box.py:BlackBox", [{"text": "The Nile"}], tmp_path)
     assert (summary.sample_mask, summary.cause) == (0, Cause.CONTENT_AMBIGUOUS)
+
+
+async def test_a_reward_that_raises_is_told_with_its_line_wherever_the_rollout_is_shown(tmp_path):
+    reward = "def reward(self, task, result):\n"
+    source = (EXAMPLES / "rhyme.py").read_text().replace(reward, f"{reward}        {{}}['score']\n")
+    (tmp_path / "mine.py").write_text(source)
+    line = next(n for n, text in enumerate(source.splitlines(), start=1) if "{}['score']" in text)
+    outcome, summary = await played("mine.py:Rhyme", [{"text": "Banana."}, {"text": "Night."}], tmp_path, tmp_path)
+    fault = f"its reward raised KeyError: 'score' at mine.py:{line}"
+    assert (summary.cause, summary.reward, summary.detail) == (Cause.ROLLOUT_FAILED, None, fault)
+    assert (outcome.reward, outcome.receipt.reward) == (None, None) and len(outcome.receipt.manifest) == 2
+    run = runs.open(tmp_path / "run")
+    assert run.rollouts.select("reward", "reward_components").row(0) == (None, "{}")
+    assert run.groups["reward_mean"].to_list() == [None]
+    chain = PrefixChain(run, "example.0.0.0")
+    assert chain.to_text().splitlines()[1].startswith(f"Custody: rejected, rollout_failed: {fault} · digest ")
+    assert html.escape(fault) in chain.html() and html.escape(fault) in PoisonTable(run).html()
+    shown = CliRunner().invoke(main, ["inspect", str(tmp_path / "run"), "example.0.0.0"])
+    assert shown.exit_code == 0 and fault in shown.output
+    assert verify_run(tmp_path / "run").ok
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ from workbench.own_code import load
 def test_a_file_that_failed_is_read_anew_and_one_that_did_not_is_read_once(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("raise ValueError('half written')\n")
-    with pytest.raises(RecipeError, match=r"environment\.name .* cannot be imported \(ValueError: half written\)"):
+    with pytest.raises(
+        RecipeError, match=r"environment\.name .* cannot be imported \(ValueError: half written at mine.py:1\)"
+    ):
         load(f"{file}:Mine", "environment.name")
     file.write_text("class Mine: ...\n")
     mine = load(f"{file}:Mine", "environment.name")

@@ -1,14 +1,19 @@
 """Own code: the class of yours that a recipe names, as `package.module:Class` or `path/to/file.py:Class`.
 
-A module is looked for on the Python path, a file from where the command runs. Not here: what kinds of classes there are
-and what they must be able to do (the registries that ask here say so).
+A module is looked for on the Python path, a file from where the command runs. Also the words for what such code raises
+or returns: with its file and line, as one line that can be stored, whatever it was. Not here: what kinds of classes
+there are and what they must be able to do (the registries that ask here say so).
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +22,12 @@ from workbench.errors import RecipeError
 from workbench.nearest import did_you_mean
 
 FORMS = "package.module:Class or file.py:Class"
+_NOT_OWN = (
+    Path(__file__).parent,
+    *(Path(sysconfig.get_path(kind)) for kind in ("stdlib", "purelib", "platlib")),
+)
+"""Where code lies that a person who writes an environment has not written."""
+_LONGEST = 1_000
 
 
 def names_own_code(name: str) -> bool:
@@ -31,10 +42,10 @@ def load(path: str, what: str) -> Any:
         raise RecipeError(f"{what} {path!r} names a file and no class in it; expected {path}:Class")
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:  # somebody's module may raise anything while it is imported
-        if isinstance(error, RecipeError):
-            raise
-        why = f"{type(error).__name__}: {error}"
+    except RecipeError:
+        raise
+    except (Exception, SystemExit) as error:  # somebody's module may raise anything while it is imported
+        why = f"{named(error)}{_place(error)}"
         raise RecipeError(f"{what} {path!r} cannot be imported ({why}); expected {FORMS}") from error
     try:
         return getattr(module, name)
@@ -73,3 +84,69 @@ def _from_file(file: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def raised(error: BaseException) -> str:
+    """`KeyError: 'score' at my_env.py:31`, the place being the deepest one that neither Python nor a package has."""
+    # Where all of it is a package's, the one that we called counts: that is where theirs begins.
+    return f"{named(error)}{_place(error) or _at(_called(error)[:1])}"
+
+
+def named(error: BaseException) -> str:
+    """`KeyError: 'score'`."""
+    try:
+        said = str(error)
+    except Exception:  # somebody's exception, whose words raise in turn
+        said = "(it cannot be printed)"
+    return plain(f"{type(error).__name__}: {said}")
+
+
+def plain(text: str) -> str:
+    """`text` in one line of bounded length that can be stored: without line ends and halves of surrogate pairs."""
+    text = " ".join(text[: 2 * _LONGEST].split()).encode(errors="replace").decode()
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value is text that can be stored."""
+    return isinstance(value, str) and value.encode(errors="replace").decode() == value
+
+
+def a(value: Any) -> str:
+    """What came in place of what was expected: `None`, `a float`, `an int`."""
+    kind = type(value).__name__
+    if inspect.iscoroutine(value):
+        value.close()  # else Python warns later, in the midst of something else
+        return "a coroutine that nobody awaited"
+    return "None" if value is None else f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
+
+
+def shown(value: Any) -> str:
+    """What came, and what it is: `'good' (a str)`."""
+    try:
+        return "None" if value is None else f"{plain(repr(value)[:100])} ({a(value)})"
+    except Exception:  # somebody's object, which cannot be printed
+        return a(value)
+
+
+def place_of(function: Callable[..., Any]) -> str:
+    """` (my_env.py:31)`, where a function is written; nothing where that is not known."""
+    try:
+        code = inspect.unwrap(function).__code__
+    except (AttributeError, ValueError):
+        return ""
+    return f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
+
+
+def _place(error: BaseException) -> str:
+    own = [frame for frame in _called(error) if not any(Path(frame.filename).is_relative_to(p) for p in _NOT_OWN)]
+    return _at(own[-1:])
+
+
+def _called(error: BaseException) -> list[traceback.FrameSummary]:
+    # The first frame is of whoever caught it.
+    return [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if not frame.filename.startswith("<")]
+
+
+def _at(frames: list[traceback.FrameSummary]) -> str:
+    return "".join(f" at {Path(frame.filename).name}:{frame.lineno}" for frame in frames)

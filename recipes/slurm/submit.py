@@ -22,7 +22,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from workbench.campaign.cli import checked_recipe
+from workbench.campaign.commands.given import checked_recipe
 from workbench.campaign.placement import bundles
 from workbench.errors import WorkbenchError
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import polars as pl
 import pytest
 from mounted import error, mount
@@ -99,4 +102,18 @@ def test_two_rollouts_are_walked_together(browser: Browser, run: runs.Run) -> No
 def test_no_label_of_the_board_is_cut(browser: Browser, run: runs.Run) -> None:
     page, _ = mount(browser, CampaignBoard(run).live)
     assert page.evaluate(_CUT) == [] and error(page) == ""
+    page.close()
+
+
+def test_the_board_of_a_served_run_has_its_calls_and_no_curves(browser: Browser, tmp_path: Path) -> None:
+    served = shutil.copytree(recorded_run(), tmp_path / "served")
+    (served / "steps.jsonl").write_bytes(b"")
+    shutil.rmtree(served / "train")
+    (served / "status.json").write_text('{"status": "done", "command": "serve", "run": "served"}')
+    page, _ = mount(browser, CampaignBoard(runs.open(served)).live)
+    view = page.locator("[data-wb='CampaignBoard']")
+    expect(view.locator("tr", has_text="captured, token_in")).to_be_visible()
+    expect(view.get_by_text("the run is done; this is its last frame")).to_be_visible()
+    expect(view.get_by_text("no optimiser step")).to_have_count(0)
+    assert "step" not in view.inner_text() and error(page) == ""
     page.close()

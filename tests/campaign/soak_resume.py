@@ -127,7 +127,7 @@ def test_a_run_killed_twice_equals_the_run_that_was_never_killed(tmp_path):
     first.until(lambda: len((stopped / "groups.jsonl").read_bytes().splitlines()) == 3)
     first.kill_the_whole_tree()
     tear(stopped)
-    assert runs.open(stopped).campaign["state"].to_list() == ["interrupted"]
+    assert runs.open(stopped).campaign["state"].to_list() == ["stopped"]
 
     # Killed after step 2 was taken, before its weights are proved and anything is recorded of it.
     second = Segment(stopped, "go_on", HOLD_AT_VERSION="2")
@@ -145,7 +145,7 @@ def test_a_run_killed_twice_equals_the_run_that_was_never_killed(tmp_path):
     assert second_resume["steps_taken_again"] == [2]
 
     run, unstopped = runs.open(stopped), runs.open(whole)
-    assert run.campaign["state"].to_list() == ["finished"] and run.status["resumed"] == 2
+    assert run.campaign["state"].to_list() == ["done"] and run.status["resumed"] == 2
     assert run.steps["step"].to_list() == run.steps["weight_version"].to_list() == [1, 2, 3, 4]
     for column in ("group_ids", "reward_mean"):
         assert run.steps[column].to_list() == unstopped.steps[column].to_list()

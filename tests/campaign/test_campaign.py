@@ -101,7 +101,7 @@ def test_one_command_trains_and_leaves_a_notebook_and_a_run_that_verifies(tmp_pa
     assert all(proof["mean_abs_delta"] < 0.12 for proof in summary["proofs"])
 
     run = runs.open(run_dir)
-    assert run.campaign["state"].to_list() == ["finished"]
+    assert run.campaign["state"].to_list() == ["done"]
     # Nothing that the controller does itself keeps its loop from anything else for longer.
     (finished,) = run.events.filter(kind="finished")["fields"]
     assert json.loads(finished)["loop_lag_own_p99_s"] <= MOST_OWN_P99_S

@@ -15,7 +15,8 @@ import pytest
 from click.testing import CliRunner
 
 from workbench.campaign import doctor, node_look
-from workbench.campaign.cli import checked_recipe, main
+from workbench.campaign.cli import main
+from workbench.campaign.commands.given import checked_recipe
 from workbench.campaign.node_check import _lack
 from workbench.campaign.placement import FINALIZER, RANK, WORKER, bundles, in_words
 from workbench.campaign.plan import plan

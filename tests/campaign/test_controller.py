@@ -7,10 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from workbench.campaign.controller import Campaign
+from workbench import runs
+from workbench.campaign.controller import Campaign, run_campaign
 from workbench.campaign.watch import Watch
 from workbench.config import load_recipe
-from workbench.errors import ComponentDied, first_cause
+from workbench.errors import ComponentDied, RecipeError, first_cause
 
 
 class _Failing(Campaign):
@@ -56,3 +57,11 @@ def test_of_several_failures_the_deliberate_one_is_reported_however_deep_it_lies
     assert first_cause(group) is died
     first = OSError("broken")
     assert first_cause(BaseExceptionGroup("", [BaseExceptionGroup("", [first]), ValueError("later")])) is first
+
+
+async def test_an_environment_that_does_not_fit_ends_the_run_before_its_parts_start(tmp_path):
+    (tmp_path / "mine.py").write_text("class Mine: ...")
+    recipe = load_recipe("cpu_smoke", [f"environment.name={tmp_path / 'mine.py'}:Mine"])
+    with pytest.raises(RecipeError, match="it lacks name, min_calls, task, run, reward"):
+        await run_campaign(recipe, tmp_path / "run", make_fleet=lambda *_, **__: pytest.fail("it has been started"))
+    assert "it lacks name" in runs.open(tmp_path / "run").campaign["error"][0]

@@ -23,7 +23,7 @@ from workbench.campaign import desk_socket
 from workbench.campaign.ask_receipt import verdict_text
 from workbench.campaign.call_lines import CallLines, Facts
 from workbench.campaign.desk import ReceiptDesk, Verdict, response_id_of
-from workbench.campaign.serve import _Session
+from workbench.campaign.serve import _Session, last_words
 from workbench.config import load_recipe
 from workbench.errors import DeadlineExceeded, RunStoreError, SetupError, WorkbenchError
 from workbench.finalizer.messages import FinalizedGroup
@@ -130,7 +130,7 @@ async def test_every_call_has_one_line_with_its_parent_or_its_cause(tmp_path: Pa
         "r.1  third  NOT CAPTURED: unresolved_parent  assistant_text_changed  nearest call second, item 1 (from 0)",
     ]
     assert len(shown) == 4 and shown[3].startswith("r.2  its ledger cannot be read")
-    assert lines.calls == 3
+    assert (lines.calls, lines.captured, lines.rollouts) == (3, 2, {"r.1"})
 
 
 STUCK_START = """
@@ -163,9 +163,73 @@ def test_a_start_that_is_cut_short_ends_although_a_thread_of_it_does_not(tmp_pat
         process.kill()
     assert process.returncode == 128 + number, said
     name = signal.Signals(number).name
-    assert f"stopping on {name}" in said
+    name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else name
+    happened = f"stopped by {name} while it was still starting ray"
+    assert f"stopping on {name}\n" in said
+    assert said.splitlines()[-1] == f"{happened}: nothing was served, and no call captured"
     campaign = runs.open(tmp_path / "run").campaign
-    assert campaign.select("state", "error").row(0) == ("interrupted", f"stopped by {name} before it served")
+    assert campaign.select("state", "error").row(0) == ("stopped", happened)
+
+
+ENDS_BY_ITSELF = """
+import asyncio, sys
+from pathlib import Path
+from workbench.campaign.fleet import Fleet
+from workbench.campaign.serve import serve
+from workbench.config import load_recipe
+from workbench.errors import ComponentDied, WorkbenchError
+
+async def stop():
+    Path(sys.argv[1], "stopping").touch()
+    while not Path(sys.argv[1], "go").exists():
+        await asyncio.sleep(0.02)
+
+async def start_ray(self):
+    self._stops.append(("ray", stop))
+    raise ComponentDied("Ray broke")
+
+Fleet._start_ray = start_ray
+try:
+    serve(load_recipe("cpu_smoke"), Path(sys.argv[1], "run"))
+except WorkbenchError as error:
+    sys.exit(f"told: {error}")
+"""
+
+
+def test_an_interrupt_while_it_ends_by_an_error_is_not_taken_for_the_end(tmp_path: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", ENDS_BY_ITSELF, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60.0
+        while not (tmp_path / "stopping").exists():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)  # nothing can be waited for: the signal must change nothing
+        (tmp_path / "go").touch()
+        _, said = process.communicate(timeout=60.0)
+    finally:
+        process.kill()
+    assert (process.returncode, said.splitlines()[-1]) == (1, "told: Ray broke"), said
+    campaign = runs.open(tmp_path / "run").campaign
+    assert campaign.select("state", "error").row(0) == ("failed", "ComponentDied: Ray broke")
+
+
+def test_the_last_words_of_a_served_run_count_what_was_captured() -> None:
+    lines: Any = SimpleNamespace(calls=0, captured=0, rollouts=set())
+    run = Path("reports/agent")
+    assert (
+        last_words(run, lines, 0, [])
+        == "stopped after it served; no call came. The run: workbench inspect reports/agent"
+    )
+    lines.calls, lines.captured, lines.rollouts = 7, 6, {"a", "b"}
+    assert last_words(run, lines, 1, ["b"]).splitlines() == [
+        "stopped after it served 2 rollouts with 7 calls: 6 captured, 1 rollout with a receipt",
+        "  look      workbench inspect reports/agent",
+        "  without a receipt, and so without tokens now: b",
+    ]
+    lines.calls = lines.captured = 1
+    lines.rollouts = {"a"}
+    assert last_words(run, lines, 1, []).splitlines()[0].startswith("stopped after it served 1 rollout with 1 call: 1 ")
 
 
 async def test_who_leaves_before_the_answer_or_says_too_much_is_told_nothing_and_the_next_one_is_answered() -> None:

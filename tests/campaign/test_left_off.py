@@ -9,8 +9,10 @@ import sys
 import orjson
 import pytest
 
+from workbench.campaign.cli import main
 from workbench.campaign.left_off import read_left_off, remove_unfinished
 from workbench.campaign.resume import resumable
+from workbench.campaign.runner import new_run_dir
 from workbench.demo import recorded_run
 from workbench.errors import RecipeError, RunStoreError, SetupError
 from workbench.runs.frames import read_parts
@@ -162,7 +164,7 @@ def test_a_damaged_run_is_not_gone_on_with(run, damage, message):
 
 
 def test_a_finished_run_goes_on_only_when_it_is_told_how_far(run):
-    with pytest.raises(SetupError, match=r"is finished, all 4 steps are taken.*train\.steps=8"):
+    with pytest.raises(SetupError, match=r"is done, all 4 steps are taken.*train\.steps=8"):
         resumable(run)
     assert resumable(run, ["train.steps=6"]).train.steps == 6
     with pytest.raises(RecipeError, match="has taken 4 steps already; got 3"):
@@ -183,6 +185,39 @@ def test_a_served_run_is_not_gone_on_with(run):
         writer.status(status="done", phase="stopped", command="serve")
     with pytest.raises(SetupError, match=r"is a served run.*workbench serve RECIPE"):
         resumable(run, ["train.steps=8"])
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff"])
+def test_a_run_whose_status_cannot_be_read_goes_on_from_its_records_and_says_so(run, content, monkeypatch, capsys):
+    untake(run, 4)
+    (run / "status.json").write_bytes(content)
+    gone_on = []
+    monkeypatch.setattr("workbench.campaign.doctor.refuse_unable", lambda recipe: None)
+    monkeypatch.setattr("workbench.campaign.runner.resume_run", lambda recipe, path: gone_on.append(path) or 0)
+    with pytest.raises(SystemExit) as ended:
+        main(["resume", str(run)])
+    assert (ended.value.code, gone_on) == (0, [run])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"workbench: {run / 'status.json'} is not a readable JSON object, so how the run ended")
+    assert line.endswith("it goes on from its records")
+
+
+def test_a_run_of_which_nobody_knows_whether_it_is_a_campaign_is_not_gone_on_with(run):
+    (run / "status.json").write_bytes(b"{")
+    events = (run / "events.jsonl").read_bytes()
+    (run / "events.jsonl").write_bytes(events + b'{"kind": "serving"}\n')
+    with pytest.raises(SetupError, match="is a served run"):
+        resumable(run)
+    (run / "events.jsonl").write_bytes(b"")
+    with pytest.raises(RunStoreError, match=r"is not a readable JSON object, and no event says that a campaign began"):
+        resumable(run)
+
+
+def test_nothing_new_begins_in_the_place_of_a_run_whose_status_is_all_that_is_left(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "status.json").write_bytes(b"{")
+    with pytest.raises(SetupError, match="mine already holds a run"):
+        new_run_dir(tmp_path, "mine", named=True)
 
 
 def test_what_cannot_be_resumed_is_said_in_one_line(run, tmp_path):
@@ -211,7 +246,7 @@ def test_what_cannot_be_resumed_is_said_in_one_line(run, tmp_path):
 def test_a_damaged_part_that_is_needed_to_go_on_is_named_before_anything_starts(run, part, says):
     untake(run, 4)
     with RunWriter(run) as writer:
-        writer.status(status="killed")
+        writer.status(status="stopped")
     assert resumable(run).train.steps == 4
     damaged = run / part
     damaged.write_bytes(damaged.read_bytes()[: damaged.stat().st_size // 2])
@@ -222,7 +257,7 @@ def test_a_damaged_part_that_is_needed_to_go_on_is_named_before_anything_starts(
 def test_a_damaged_part_before_the_last_checkpoint_hinders_nobody(run):
     untake(run, 4)
     with RunWriter(run) as writer:
-        writer.status(status="killed")
+        writer.status(status="stopped")
     (run / "rows" / "g00001.parquet").write_bytes(b"PAR1")
     with pytest.raises(RunStoreError, match=r"Nothing was started: .*put it back from a copy"):
         resumable(run)

@@ -60,7 +60,7 @@ async def test_a_run_that_was_stopped_in_its_middle_ends_as_the_one_that_was_not
         patch.setattr(ScriptedFleet, "prove", never_proved)
         async with Running(recipe, halted) as running:
             await running.until(in_the_proof.is_set, STARTS_WITHIN_S)
-    assert runs.open(halted).campaign["state"].to_list() == ["interrupted"]
+    assert runs.open(halted).campaign["state"].to_list() == ["stopped"]
     assert runs.open(halted).steps["step"].to_list() == [1]
     await empty_data_plane()  # as it would be in a new process
     tear(halted)
@@ -74,7 +74,7 @@ async def test_a_run_that_was_stopped_in_its_middle_ends_as_the_one_that_was_not
     assert set(open_groups) <= {"g00004", "g00005"} and len(set(open_groups)) == len(open_groups)
 
     run, unstopped = runs.open(halted), runs.open(whole)
-    assert run.campaign["state"].to_list() == ["finished"]
+    assert run.campaign["state"].to_list() == ["done"]
     assert run.steps["step"].to_list() == run.steps["weight_version"].to_list() == [1, 2, 3]
     # Every row of every group once, with the tokens of the run that was not stopped.
     assert trained_rows(halted) == trained_rows(whole)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from workbench.campaign.echo_rollouts import EchoPlayer
@@ -22,7 +23,7 @@ from workbench.wire import Cause
 
 
 class Control:
-    async def freeze(self, rollout_id: str, response: Any = None) -> dict[str, Any]:
+    async def freeze(self, rollout_id: str) -> dict[str, Any]:
         return {"manifest": {"rollout_id": rollout_id, "records": [], "failures": []}}
 
 
@@ -69,6 +70,16 @@ async def _returned(value: Any) -> Any:
     return value
 
 
+async def _raised(error: BaseException) -> Any:
+    raise error
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+RUN = f"run() ({Path(__file__).name}:LINE) returned"
 PLAN = RolloutPlan("run", 0, 0, 0, Task("t", 0, {}))
 
 
@@ -94,7 +105,7 @@ async def test_rewards_that_never_come_cost_their_rollouts_the_vote_and_hold_nob
         # More than the loop has threads for all its other work.
         outcomes = await asyncio.wait_for(asyncio.gather(*(player.play(PLAN) for _ in range(40))), 30)
         assert {outcome.detail for outcome in outcomes} == {"its reward did not come within rollouts.timeout_s=0.1"}
-        assert {(outcome.failure, outcome.reward) for outcome in outcomes} == {(Cause.ROLLOUT_FAILED, 0.0)}
+        assert {(outcome.failure, outcome.reward) for outcome in outcomes} == {(Cause.ROLLOUT_FAILED, None)}
         assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 10) == "free"
     finally:
         never.set()
@@ -106,12 +117,26 @@ async def test_rewards_that_never_come_cost_their_rollouts_the_vote_and_hold_nob
     [
         (ValueError("no number in it"), "its reward raised ValueError: no number in it"),
         (SystemExit(3), "its reward raised SystemExit: 3"),
-        (lambda: None, "reward() returned None, expected Reward(…)"),
-        (lambda: 0.5, "reward() returned a float, expected Reward(…)"),
-        (Reward("good", {}), "reward() returned Reward(total='good', components={}), and a reward and its parts are"),  # type: ignore[arg-type]
-        (Reward(1.0, None), "reward() returned Reward(total=1.0, components=None), and"),  # type: ignore[arg-type]
-        (Reward(float("nan"), {}), "a reward is a finite number"),
-        (Reward(1.0, {"form": float("inf")}), "a reward is a finite number"),
+        (Unprintable(), "its reward raised Unprintable: (it cannot be printed)"),
+        (ValueError("two\nlines \ud800"), "its reward raised ValueError: two lines ?"),
+        (lambda: None, "returned None, expected Reward(total, components)"),
+        (lambda: 0.5, "returned a float, expected Reward("),
+        (lambda: True, "returned a bool, expected Reward("),
+        (lambda: np.float64(0.5), "returned a float64, expected Reward("),
+        (lambda: [0.5], "returned a list, expected Reward("),
+        (lambda: _returned(Reward(1.0)), "returned a coroutine that nobody awaited, expected Reward("),
+        (Reward("0.5"), "a Reward whose total is '0.5' (a str), expected a finite number"),  # type: ignore[arg-type]
+        (Reward([0.5]), "a Reward whose total is [0.5] (a list), expected a finite number"),  # type: ignore[arg-type]
+        (Reward(np.array([0.5])), "a Reward whose total is array([0.5]) (a ndarray), expected a finite number"),  # type: ignore[arg-type]
+        (Reward(None), "a Reward whose total is None, expected a finite number"),  # type: ignore[arg-type]
+        (Reward(float("nan")), "a Reward whose total is nan (a float), expected a finite number"),
+        (Reward(10**400), "expected a finite number"),
+        (Reward(1.0, None), "a Reward whose components are None, expected a dict of numbers"),  # type: ignore[arg-type]
+        (Reward(1.0, [1.0]), "a Reward whose components are [1.0] (a list), expected a dict of numbers"),  # type: ignore[arg-type]
+        (Reward(1.0, {"form": float("inf")}), "whose component 'form' is inf (a float), expected a finite number"),
+        (Reward(1.0, {"form": "1"}), "whose component 'form' is '1' (a str), expected a finite number"),  # type: ignore[dict-item]
+        (Reward(1.0, {1: 1.0}), "a Reward with a component named 1 (an int), expected a text"),  # type: ignore[dict-item]
+        (Reward(1.0, {"\ud800": 1.0}), "(a str), expected a text"),
     ],
 )
 async def test_a_reward_that_is_none_costs_its_rollout_the_vote_and_not_the_run(reward: Any, says: str) -> None:
@@ -120,11 +145,22 @@ async def test_a_reward_that_is_none_costs_its_rollout_the_vote_and_not_the_run(
         outcome = await player.play(PLAN)
     finally:
         await player.close()
-    assert (outcome.failure, outcome.reward, outcome.reward_components) == (Cause.ROLLOUT_FAILED, 0.0, {})
+    assert (outcome.failure, outcome.reward, outcome.reward_components) == (Cause.ROLLOUT_FAILED, None, {})
     assert outcome.detail is not None
     assert says in outcome.detail
+    if "returned" in says:
+        assert outcome.detail.startswith(f"reward() ({Path(__file__).name}:")
     assert outcome.receipt is not None
-    assert outcome.receipt.failure_reason == "rollout_failed"
+    assert (outcome.receipt.failure_reason, outcome.receipt.reward) == ("rollout_failed", None)
+
+
+@pytest.mark.parametrize("total", [True, 1, np.float32(1.0), np.bool_(True), np.array(1.0)])
+async def test_a_reward_may_be_a_number_of_any_kind(total: Any) -> None:
+    player = captured(Reward(total, {"form": total}), timeout_s=5.0)
+    outcome = await player.play(PLAN)
+    await player.close()
+    assert (outcome.failure, outcome.reward, outcome.reward_components) == (None, 1.0, {"form": 1.0})
+    assert type(outcome.reward) is float
 
 
 @pytest.mark.parametrize("make", [captured, echoed])
@@ -139,13 +175,28 @@ async def test_a_reward_that_is_none_costs_its_rollout_the_vote_and_not_the_run(
         ),
         (lambda client: asyncio.to_thread(int, "x"), 60.0, "the agent raised ValueError: invalid literal"),
         (lambda client: sys.exit(3), 60.0, "the agent raised SystemExit: 3"),
-        (lambda client: _returned(None), 60.0, "run() returned None, expected AgentResult(…)"),
-        (lambda client: _returned(7), 60.0, "run() returned an int, expected AgentResult(…)"),
+        (lambda client: _raised(TimeoutError("mine")), 60.0, "the agent raised TimeoutError: mine at test_rollouts.py"),
+        (lambda client: _raised(asyncio.CancelledError()), 60.0, "the agent raised CancelledError: "),
+        (lambda client: _returned(None), 60.0, f"{RUN} None, expected AgentResult(…)"),
+        (lambda client: _returned({"a": 1}), 60.0, f"{RUN} a dict, expected AgentResult(…)"),
+        (lambda client: _returned(_returned(7)), 60.0, f"{RUN} a coroutine that nobody awaited, expected AgentResult"),
+        (lambda client: _returned(AgentResult(client, [])), 60.0, f"{RUN} an AgentResult whose response is a"),
         (
-            lambda client: _returned(AgentResult(client, [])),
+            lambda client: _returned(AgentResult({"choices": [client]}, [])),
             60.0,
-            "run() returned an AgentResult whose response is a",
+            f"{RUN} an AgentResult whose response is no JSON (Type is not JSON serializable: ",
         ),
+        (
+            lambda client: _returned(AgentResult({("a", 1): 2}, [])),
+            60.0,
+            f"{RUN} an AgentResult whose response is no JSON (Dict key must",
+        ),
+        (
+            lambda client: _returned(AgentResult(None, [], error=ValueError("x"))),  # type: ignore[arg-type]
+            60.0,
+            f"{RUN} an AgentResult whose error is ValueError('x') (a ValueError), expected a text or None",
+        ),
+        (lambda client: _returned(AgentResult(None, [], error="gave\nup \ud800")), 60.0, "gave up ?"),
     ],
 )
 async def test_an_agent_that_fails_costs_its_rollout_the_vote_and_not_the_run(
@@ -162,8 +213,9 @@ async def test_an_agent_that_fails_costs_its_rollout_the_vote_and_not_the_run(
     player = make(Reward(1.0, {}), timeout_s=timeout_s)
     outcome = await player.play(PLAN)
     await player.close()
-    assert (outcome.failure, outcome.reward) == (Cause.ROLLOUT_FAILED, 0.0)
-    assert outcome.detail is not None and outcome.detail.startswith(says)
+    assert (outcome.failure, outcome.reward) == (Cause.ROLLOUT_FAILED, None)
+    assert outcome.detail is not None
+    assert outcome.detail.replace(str(played.__code__.co_firstlineno), "LINE").startswith(says)
 
 
 async def test_what_a_reward_or_an_agent_raises_is_told_with_the_line_of_ones_own_code(
@@ -188,3 +240,29 @@ async def test_what_a_reward_or_an_agent_raises_is_told_with_the_line_of_ones_ow
     outcome = await player.play(PLAN)
     assert outcome.detail == f"the agent raised KeyError: 'score' at {here}:{line}"
     await player.close()
+
+
+async def test_a_player_that_is_cancelled_is_cancelled_and_its_rollout_no_failure() -> None:
+    player = captured(lambda: Reward(1.0), timeout_s=60.0)
+    never = asyncio.Event()
+
+    async def run(*_: Any) -> AgentResult:
+        await never.wait()
+        return AgentResult(None, [])
+
+    player._environment.run = run  # type: ignore[method-assign]
+    playing = asyncio.create_task(player.play(PLAN))
+    await asyncio.sleep(0)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    await player.close()
+
+
+@pytest.mark.parametrize("make", [captured, echoed])
+async def test_without_a_task_nothing_is_played_and_the_rollout_says_why(make: Callable[..., AgentRunner]) -> None:
+    player = make(Reward(1.0), timeout_s=5.0)
+    outcome = await player.play(RolloutPlan("run", 0, 0, 0, "task(7) raised KeyError: 'words' at my_env.py:12"))
+    await player.close()
+    assert (outcome.failure, outcome.reward, outcome.task_id) == (Cause.ROLLOUT_FAILED, None, None)
+    assert outcome.detail == "task(7) raised KeyError: 'words' at my_env.py:12"

@@ -15,6 +15,8 @@ import orjson
 import psutil
 import pytest
 
+from workbench import runs
+from workbench.campaign import runner
 from workbench.campaign.kernel import OwnKernel
 from workbench.campaign.notebook_file import Outcome, check_parameters, parameter_names, set_outcome
 from workbench.campaign.runner import new_run_dir, report, resume_run, run_notebook
@@ -154,18 +156,18 @@ def test_a_killed_kernel_is_a_failed_run_in_seconds(tmp_path):
 
 @pytest.mark.kernel
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_run_closes_itself_first_and_is_killed(tmp_path, number):
+def test_a_stopped_run_closes_itself_first_and_is_told_as_stopped(tmp_path, number):
     case = Case(tmp_path / "run", START, WAIT, "print('never')")
     case.until("waiting")
     case.process.send_signal(number)
     assert case.end() == 128 + number
     assert (tmp_path / "run" / "closed").exists()
-    assert case.executed.metadata.papermill.status == "killed"
-    assert case.statuses()[-2:] == ["killed", "not run"]
+    assert case.executed.metadata.papermill.status == "stopped"
+    assert case.statuses()[-2:] == ["stopped", "not run"]
     said = {signal.SIGINT: "stopped by Ctrl-C (SIGINT)", signal.SIGTERM: "stopped by SIGTERM"}[number]
     assert case.executed.cells[0].source.endswith(f"> {said}")
     assert orjson.loads((tmp_path / "run" / "status.json").read_bytes())["error"] == said
-    assert orjson.loads((tmp_path / "run" / "status.json").read_bytes())["status"] == "killed"
+    assert orjson.loads((tmp_path / "run" / "status.json").read_bytes())["status"] == "stopped"
     assert_gone(case.pids)
 
 
@@ -175,7 +177,7 @@ def test_a_cell_that_ignores_the_interrupt_is_killed_after_the_grace(tmp_path):
     case.until("waiting")
     case.process.send_signal(signal.SIGINT)
     assert case.end() == 128 + signal.SIGINT
-    assert case.executed.metadata.papermill.status == "killed"
+    assert case.executed.metadata.papermill.status == "stopped"
     assert_gone(case.pids)
 
 
@@ -241,6 +243,13 @@ def test_a_second_runner_at_a_run_is_refused_and_changes_nothing_of_it(tmp_path)
     os.close(holder)
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
     assert (tmp_path / "recipe.yaml").read_text() == "of the first"
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]"])
+def test_a_status_that_cannot_be_read_gets_the_true_one_when_the_run_ends(tmp_path, content):
+    (tmp_path / "status.json").write_bytes(content)
+    runner._close_store(tmp_path, Outcome("stopped", "SIGINT", "stopped by Ctrl-C (SIGINT)"))
+    assert runs.open(tmp_path).campaign.select("state", "error").row(0) == ("stopped", "stopped by Ctrl-C (SIGINT)")
 
 
 def test_the_notebook_of_a_run_under_way_is_not_written_over_by_its_report(tmp_path):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from workbench.campaign.environments import make_environment
+from workbench.campaign.environments import Task, make_environment, task_seed
 from workbench.campaign.sampling import RolloutPump
 from workbench.campaign.supply import Supply
 from workbench.campaign.watch import Watch
@@ -152,6 +153,35 @@ async def test_a_group_that_leaves_by_its_exit_is_replaced_so_that_no_step_train
     assert [e["group_id"] for e in bench.events if e["kind"] == "group_replaced"] == ["g00000", "g00002"]
     # Every group, a replacement too, was started at weights its step may train on.
     assert all(entry.weight_version >= 1 for entry in second)
+
+
+async def test_a_task_that_fails_costs_its_group_and_not_the_campaign():
+    bench = Bench("train.groups_per_step=2", "train.steps=1")
+    played: dict[str, Any] = {}
+
+    def task(seed: int) -> Task:
+        if seed == task_seed(bench.recipe, 1):
+            raise KeyError("words")
+        return Task(f"t-{seed}", seed, {})
+
+    async def play(plan: Any) -> RolloutOutcome:
+        played[plan.rollout_id] = plan.task
+        return RolloutOutcome(rollout_id=plan.rollout_id, index=plan.index, task_id=plan.task_id)
+
+    bench.pump._environment = SimpleNamespace(task=task)  # type: ignore[assignment]
+    bench.play = play  # type: ignore[method-assign]
+    pump = asyncio.create_task(bench.pump.run())
+    assert len(await asyncio.wait_for(bench.supply.take(2, 0), 10)) == 2
+    await bench.versions.confirm(1)
+    await asyncio.wait_for(pump, 10)
+    assert [played[f"run.{group}.0.0"] for group in (0, 1)] == [
+        task(task_seed(bench.recipe, 0)),
+        f"task({task_seed(bench.recipe, 1)}) raised KeyError: 'words' at {Path(__file__).name}:"
+        f"{task.__code__.co_firstlineno + 2}",
+    ]
+    started = [e for e in bench.events if e["kind"] == "group_started"]
+    assert [e["task_id"] for e in started] == [f"t-{task_seed(bench.recipe, 0)}", None]
+    assert [e["task_seed"] for e in started] == [task_seed(bench.recipe, number) for number in (0, 1)]
 
 
 async def test_groups_that_all_leave_by_their_exit_end_the_campaign_with_the_cause_and_how_many_they_were():

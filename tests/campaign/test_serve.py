@@ -30,6 +30,7 @@ from workbench.config import load_recipe
 from workbench.errors import ComponentDied, RunStoreError, WorkbenchError
 from workbench.gateway.settings import CONTROL_TOKEN, WORKER_TOKEN
 from workbench.inspect import PrefixChain
+from workbench.runs.writer import RunWriter
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 
@@ -234,8 +235,13 @@ def test_an_interrupt_ends_everything_and_the_run_says_so(served: Served) -> Non
     assert served.process.wait(STOP_TIMEOUT_S) == 0
     assert served.family() == []
     assert not desk.parent.exists()
-    assert "without a receipt, and so without tokens now: open.1" in served.stderr.read_text()
-    assert runs.open(served.run_dir).campaign["state"].to_list() == ["finished"]
+    said = served.stderr.read_text()
+    assert "stopping on Ctrl-C (SIGINT)" in said and "before it served" not in said
+    assert re.search(
+        r"stopped after it served \d+ rollouts with \d+ calls: \d+ captured, \d rollouts with a receipt", said
+    )
+    assert "without a receipt, and so without tokens now: open.1" in said
+    assert runs.open(served.run_dir).campaign["state"].to_list() == ["done"]
     with pytest.raises(ComponentDied, match="The server of run agent is gone"):
         ask_receipt(served.run_dir, ["open.1"])
     report = verify_run(served.run_dir)
@@ -254,9 +260,9 @@ def test_a_stop_that_reaches_ray_too_before_it_serves_leaves_its_true_status(tmp
     finally:
         server.stop()
     status = server.status()
-    assert (status["status"], status["phase"]) == ("killed", "stopped")
-    assert status["error"] == "stopped by SIGTERM before it served"
-    assert runs.open(server.run_dir).campaign["state"].to_list() == ["interrupted"]
+    assert (status["status"], status["phase"]) == ("stopped", "stopped")
+    assert status["error"] == "stopped by SIGTERM while it was still starting data plane"
+    assert runs.open(server.run_dir).campaign["state"].to_list() == ["stopped"]
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while server.family():
         assert time.monotonic() < deadline, server.family()
@@ -304,15 +310,27 @@ def test_a_run_that_is_not_served_has_no_desk(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("status", "says"),
     [
-        ({"status": "running", "phase": "starting ray"}, r"does not serve yet \(starting ray\)"),
-        (
-            {"status": "killed", "error": "stopped by SIGINT before it served"},
-            "before it served, .*: stopped by SIGINT",
-        ),
+        ({"status": "running", "phase": "starting ray"}, "before it served, .*: the process that wrote .* is gone"),
+        ({"status": "stopped", "error": "stopped by SIGTERM"}, "before it served, .*: stopped by SIGTERM"),
         ({"status": "failed", "error": "ComponentDied: Ray"}, "before it served, .*: ComponentDied: Ray"),
     ],
 )
 def test_a_run_that_has_not_served_has_no_rollouts(tmp_path: Path, status: dict[str, Any], says: str) -> None:
     (tmp_path / "status.json").write_bytes(orjson.dumps({"run": "early", "command": "serve", **status}))
     with pytest.raises(RunStoreError, match=f"Run early .*{says}"):
+        ask_receipt(tmp_path, ["a"])
+
+
+def test_a_run_that_does_not_serve_yet_says_where_it_is(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as writer:
+        writer.status(status="running", phase="starting ray", run="early", command="serve")
+        with pytest.raises(RunStoreError, match=r"Run early does not serve yet \(starting ray\)"):
+            ask_receipt(tmp_path, ["a"])
+
+
+def test_a_served_run_whose_status_cannot_be_read_is_not_taken_for_a_campaign(tmp_path: Path) -> None:
+    with RunWriter(tmp_path) as writer:
+        writer.event("serving", url="http://x")
+    (tmp_path / "status.json").write_text("{")
+    with pytest.raises(RunStoreError, match=r"is not a readable JSON object, so where a server .* is not known"):
         ask_receipt(tmp_path, ["a"])

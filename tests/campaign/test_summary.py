@@ -58,7 +58,7 @@ def test_calls_of_rollouts_that_were_still_played_are_counted_apart(tmp_path):
     finished = runs.open(stored.run_dir).calls.height
     stored.play("run.9.0.0", 2, kind="plain")
     stored.finish()
-    summary = summarise(stored.run_dir, notebook=Path("n.ipynb"), outcome=Outcome("interrupted"), seconds=3.0)
+    summary = summarise(stored.run_dir, notebook=Path("n.ipynb"), outcome=Outcome("stopped"), seconds=3.0)
     assert (summary.calls, summary.unfinished_calls) == (finished, 2)
     assert f"2 of 2 valid, {finished} calls and 2 of unfinished ones" in summary.text()
 
@@ -74,8 +74,8 @@ def test_a_stopped_runs_summary_counts_the_groups_that_verify_finds(tmp_path):
     steps = (run_dir / "steps.jsonl").read_bytes().splitlines(keepends=True)
     (run_dir / "steps.jsonl").write_bytes(steps[0])
     with RunWriter(run_dir) as writer:
-        writer.status(status="killed")
-    summary = summarise(run_dir, notebook=Path("n.ipynb"), outcome=Outcome("killed"), seconds=3.0)
+        writer.status(status="stopped")
+    summary = summarise(run_dir, notebook=Path("n.ipynb"), outcome=Outcome("stopped"), seconds=3.0)
     verified = verify_run(run_dir)
     assert verified.ok, verified
     assert (summary.groups, summary.rollouts) == (verified.groups, verified.rollouts) == (3, 12)
@@ -188,7 +188,7 @@ def test_what_the_process_before_said_last_is_no_progress_of_the_one_that_goes_o
     assert stream.getvalue() == "0:00  starting the kernel\n0:00  starting ray\n"
 
 
-@pytest.mark.parametrize(("status", "how"), [("killed", "was stopped"), ("failed", "failed: ComponentDied: stopped")])
+@pytest.mark.parametrize(("status", "how"), [("stopped", "was stopped"), ("failed", "failed: ComponentDied: stopped")])
 def test_whoever_is_told_that_a_run_ended_is_told_how_to_go_on_with_it(tmp_path, capsys, status, how):
     outcome = Outcome(status, "ComponentDied", "stopped")
     ended = NotebookResult(tmp_path / "campaign.ipynb", tmp_path / "campaign.html", outcome, 70, None)

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from workbench.campaign import sweep as sweeps
-from workbench.campaign.cli import checked_recipe
+from workbench.campaign.commands.given import checked_recipe
 from workbench.campaign.listing import list_lines, listing
 from workbench.campaign.notebook_file import Outcome
 from workbench.campaign.progress import describe
@@ -57,7 +57,7 @@ def planned(tmp_path: Path):
 
 
 class Executes:
-    """Stands for the runner: a recorded run for `done`, an unfinished one for `failed` and `killed`."""
+    """Stands for the runner: a recorded run for `done`, an unfinished one for `failed` and `stopped`."""
 
     def __init__(self, *statuses: str) -> None:
         self.statuses = list(statuses)
@@ -74,7 +74,7 @@ class Executes:
                 writer.status(status=status, run=run_dir.name, error=f"it {status}")
         error = None if status == "done" else f"it {status}"
         outcome = Outcome(status, None if status == "done" else "TrainerError", error)
-        codes = {"done": 0, "failed": 1, "killed": 130}
+        codes = {"done": 0, "failed": 1, "stopped": 130}
         return NotebookResult(run_dir / "n.ipynb", run_dir / "n.html", outcome, codes[status], None)
 
 
@@ -132,13 +132,13 @@ def test_runs_without_a_reward_have_no_line_and_no_name_for_one(tmp_path):
 
 def test_a_stopped_run_ends_its_sweep_and_the_rest_is_not_begun(tmp_path, no_index):
     sweep, recipes = planned(tmp_path)
-    assert run_sweep(sweep, recipes, Executes("done", "killed")) == 130
-    assert SweepView(sweep.folder).table["status"].to_list() == ["done", "killed", "not begun", "not begun"]
+    assert run_sweep(sweep, recipes, Executes("done", "stopped")) == 130
+    assert SweepView(sweep.folder).table["status"].to_list() == ["done", "stopped", "not begun", "not begun"]
 
 
 def test_the_list_tells_what_truly_became_of_each_run(tmp_path):
     shutil.copytree(recorded_run(), tmp_path / "good")
-    for name, status in (("gone", "running"), ("broke", "failed"), ("stopped", "killed")):
+    for name, status in (("gone", "running"), ("broke", "failed"), ("stopped", "stopped"), ("old", "killed")):
         with RunWriter(tmp_path / name) as writer:
             writer.event("started")
             writer.status(status=status, run=name, resumed=1 if name == "stopped" else 0)
@@ -151,9 +151,10 @@ def test_the_list_tells_what_truly_became_of_each_run(tmp_path):
         states = {row["run"]: row for row in listing(tmp_path).iter_rows(named=True)}
     assert {name: row["status"] for name, row in states.items() if name != "torn"} == {
         orjson.loads((tmp_path / "good" / "status.json").read_bytes())["run"]: "done",
-        "gone": "killed",
+        "gone": "stopped",
         "broke": "failed",
-        "stopped": "killed",
+        "stopped": "stopped",
+        "old": "stopped",  # what it was called before 0.1.0
         "live": "running",
     }
     assert states["torn"]["status"] != "done"

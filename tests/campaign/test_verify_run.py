@@ -94,7 +94,7 @@ def test_a_log_that_a_finished_run_has_lost_is_named_once_and_a_lost_line_by_wha
             lost(run_dir / log)
             (difference,) = verify_run(run_dir).differences
             assert difference.file == log and says in difference.what
-            assert difference.what.endswith(f"{noun} of this finished run were trained")
+            assert difference.what.endswith(f"{noun} were trained and the run is done")
         (run_dir / log).write_bytes(b"{broken\n" + whole)
         (difference,) = verify_run(run_dir).differences
         assert f"{log}, line 1 is not JSON" in difference.what
@@ -107,19 +107,19 @@ def test_a_log_that_a_finished_run_has_lost_is_named_once_and_a_lost_line_by_wha
     (run_dir / "groups.jsonl").write_bytes(first)
     (run_dir / "steps.jsonl").unlink()
     with RunWriter(run_dir) as writer:
-        writer.status(status="killed")
+        writer.status(status="stopped")
     assert verify_run(run_dir).ok
 
 
 def test_a_group_that_a_kill_left_half_written_is_no_difference_and_said_to_be_unfinished(run_dir):
-    """Only where nobody has heard of it: not in a finished run, not where a line or a step names it."""
+    """Only where nobody has heard of it: not in a run that is done, not where a line or a step names it."""
     for kind in ("calls", "rows"):
         part = run_dir / kind / "g00001.parquet"
         (run_dir / kind / "g00099.parquet").write_bytes(part.read_bytes())
     (difference,) = verify_run(run_dir).differences
     assert (difference.file, difference.what) == ("receipts/g00099.jsonl", "the group's receipts are missing")
     with RunWriter(run_dir) as writer:
-        writer.status(status="killed")
+        writer.status(status="stopped")
     for _ in range(2):
         report = verify_run(run_dir)
         assert report.ok, str(report)
@@ -334,6 +334,67 @@ def test_lines_and_files_that_cannot_be_read_are_all_named(run_dir):
     report = verify_run(run_dir)
     assert [d.file for d in report.differences] == ["status.json", "events.jsonl", "ledger/stored.0.0.0.events.jsonl"]
     assert "line 1 is not JSON" in str(report)
+
+
+@pytest.mark.parametrize(
+    "file", ["events.jsonl", "ledger/stored.0.0.0.lineage.jsonl", "ledger/stored.0.1.0.replay.jsonl"]
+)
+def test_a_torn_last_line_is_a_remark_and_no_difference(run_dir, file):
+    """A crash in mid-append: nobody was told of it, so nothing that the run claims is wrong."""
+    with (run_dir / file).open("ab") as log:
+        log.write(b'{"model_call_id": "4f')
+    report = verify_run(run_dir)
+    assert report.ok and repr(report).endswith("every digest and row holds · 1 remark")
+    (remark,) = report.remarks
+    assert remark.startswith(f"{file}: its last line is torn") and "Next: nothing to do" in remark
+    assert str(report).splitlines()[-1] == f"  remark: {remark}"
+
+
+def test_a_line_that_is_being_written_is_not_torn(run_dir):
+    with RunWriter(run_dir), (run_dir / "events.jsonl").open("ab") as log:
+        log.write(b'{"kind": "st')
+        log.flush()
+        assert verify_run(run_dir).remarks == []
+
+
+def test_a_torn_line_that_the_run_counted_on_is_both(run_dir):
+    path = run_dir / "groups.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])
+    report = verify_run(run_dir)
+    (difference,) = report.differences
+    assert str(difference) == "groups.jsonl: has no line of group g00001, which was trained"
+    assert [remark.partition(":")[0] for remark in report.remarks] == ["groups.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"name:\n  a: [", "is not YAML (expected the node content, but found '<stream end>' at line 2)"),
+        (b"name: 2026-13-45", "is not YAML (month must be in 1..12"),
+        (b"\xff\xfe\x00", "is not YAML ("),
+        (b"- a list", "is no recipe (expected keys and values, got list)"),
+        (None, "cannot be read (Is a directory)"),
+    ],
+)
+def test_a_recipe_that_cannot_be_read_is_named_with_what_to_do(run_dir, content, says):
+    (run_dir / "recipe.yaml").unlink()
+    if content is None:
+        (run_dir / "recipe.yaml").mkdir()
+    else:
+        (run_dir / "recipe.yaml").write_bytes(content)
+    (difference,) = verify_run(run_dir).differences
+    assert difference.file == "recipe.yaml" and says in difference.what
+    assert difference.what.endswith(". Next: restore it from a copy of the run; workbench resume goes by it")
+
+
+def test_a_recipe_that_is_missing_is_a_remark(run_dir):
+    (run_dir / "recipe.yaml").unlink()
+    report = verify_run(run_dir)
+    assert report.ok
+    assert report.remarks == [
+        "recipe.yaml: this file is missing, so what the run was to do is not known. "
+        "Next: restore it from a copy of the run; workbench resume goes by it"
+    ]
 
 
 def test_every_broken_line_of_a_log_is_named(run_dir):

@@ -11,7 +11,7 @@ import pytest
 from workbench.campaign.verify_run import verify_run
 from workbench.demo import recorded_ledger, recorded_run
 from workbench.demo.bench import open_bench
-from workbench.errors import RunStoreError
+from workbench.errors import RunStoreError, SetupError
 from workbench.finalizer import verify_and_linearize
 from workbench.gateway.settings import WORKER_TOKEN
 from workbench.wire import Cause
@@ -36,7 +36,7 @@ async def test_what_is_captured_on_the_bench_is_an_ordinary_run(tmp_path: Path) 
         assert np.array_equal(row.token_ids, bench.run.tokens("r.0.0.0")["token_id"].to_numpy())
     report = verify_run(tmp_path / "run")
     assert report.ok and report.calls == 2
-    assert bench.run.campaign["state"][0] == "finished"
+    assert bench.run.campaign["state"][0] == "done"
 
 
 async def test_a_changed_history_on_the_bench_has_no_vote(tmp_path: Path) -> None:
@@ -65,3 +65,9 @@ async def test_the_environment_is_as_it_was_when_a_bench_is_closed(monkeypatch):
         async with open_bench([{"text": "yes"}]):
             pass
         assert os.environ.get(WORKER_TOKEN) == before
+
+
+async def test_a_line_of_the_script_that_is_no_json_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SetupError, match=r"Line 2 of the script cannot be written as JSON \(.*\): \{'text': <object"):
+        async with open_bench([{"text": "a"}, {"text": object()}], path=tmp_path / "run"):
+            pass

@@ -74,7 +74,33 @@ def test_a_run_that_failed_says_so_and_has_nothing_in_flight(stored):
     board = CampaignBoard(runs.open(stored.run_dir))
     assert board.frame["state"] == "failed" and board.frame["in_flight"] == 0
     assert "Last error: ComponentDied: the policy worker is gone" in board.html()
-    assert "the run is failed" in board.html()
+    assert "the run has failed" in board.html()
+
+
+def test_a_served_run_shows_its_rollouts_and_calls_and_no_steps(stored):
+    stored.writer.status(command="serve", phase="serving")
+    board = CampaignBoard(runs.open(stored.run_dir))
+    assert repr(board) == "Served run watched · running · serving · rollouts 0 · calls 0 · rollouts valid 0 of 0"
+    assert board.snapshot().png
+
+    stored.group(None, 0, ["plain", "nan"])
+    stored.play("open.1", 2, kind="edit")
+    board.refresh()
+    calls = runs.open(stored.run_dir).calls
+    lost = calls["failure_reason"].count()
+    assert repr(board).endswith(f"serving · rollouts 3 · calls {calls.height} · rollouts valid 1 of 2")
+    shown = tiles(board.frame)
+    assert (shown["calls captured"], shown["rollouts without a receipt"]) == (
+        f"{calls.height - lost} of {calls.height}",
+        "1",
+    )
+    assert sum(row["calls"] for row in board.frame["calls"]) == calls.height
+    assert [row["captured"] for row in board.frame["calls"]] == [True, True, False, False]
+    words = board.html() + " ".join(text.get_text() for ax in board.figure().axes for text in ax.texts)
+    assert "step" not in words and "not captured: unresolved_parent" in words
+    assert repr(runs.open(stored.run_dir)).startswith(
+        f"Served run watched · running · {calls.height} calls · 1 group ·"
+    )
 
 
 def test_groups_in_flight_and_the_last_thing_that_went_wrong_stand_in_the_page(stored):

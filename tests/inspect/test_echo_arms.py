@@ -21,11 +21,11 @@ class Arm:
         self.rollouts = pl.DataFrame(
             {
                 "task_seed": 1, "group_id": "g0", "task_id": "t-1",
-                "index": range(len(rows)), "rollout_id": names, "cause": None,
+                "index": range(len(rows)), "rollout_id": names, "cause": None, "detail": None,
                 "reward": [reward for _, reward, _ in rows], "sample_mask": [1] * (len(rows) - 1) + [0], "calls": 2,
                 "failed_calls": 0, "tokens": 9, "sampled_tokens": 4, "position": [wrong for _, _, wrong in rows],
             },
-            schema_overrides={"position": pl.Int64, "cause": pl.String},
+            schema_overrides={"position": pl.Int64, "cause": pl.String, "detail": pl.String},
         )  # fmt: skip
         self.steps = pl.DataFrame(
             {

@@ -92,6 +92,7 @@ def arm(rows: list[tuple[str, int, float | None, str | None]]) -> pl.DataFrame:
             "index": [row[1] for row in rows],
             "reward": [row[2] for row in rows],
             "cause": pl.Series([row[3] for row in rows], dtype=pl.String),
+            "detail": pl.Series(["why" if row[3] == "rollout_failed" else None for row in rows], dtype=pl.String),
             "sample_mask": [0 if row[3] else 1 for row in rows],
             "calls": [2] * len(rows),
             "failed_calls": [0] * len(rows),
@@ -146,6 +147,11 @@ def arms(tmp_path_factory) -> tuple[runs.Run, runs.Run]:
         stored.step(1, [kinds, kinds])
         opened.append(runs.open(stored.finish()))
     return opened[0], opened[1]
+
+
+def test_a_flip_by_a_rejection_says_why_where_that_is_known():
+    pairs = pair_up(arm([("t1", 0, None, "rollout_failed")]), arm([("t1", 0, 0.9, None)]))
+    assert flips(pairs, solved=0.5)["what"].to_list() == ["A rejected: rollout_failed: why"]
 
 
 def test_two_arms_open_on_a_flip_and_show_any_other(arms):

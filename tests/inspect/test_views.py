@@ -251,6 +251,19 @@ def test_causes_add_up_to_the_rejected_rollouts(run):
     assert "unresolved_parent" in html and "nonfinite_logprob" in html and "history_edited" in html
 
 
+def test_rollouts_of_one_cause_that_failed_for_different_reasons_are_said_to(run):
+    told = {"stored.0.0.0": "raised A at mine.py:3", "stored.0.1.0": "raised B at mine.py:9"}
+    failed = pl.col("rollout_id").is_in(list(told))
+    rollouts = run.rollouts.with_columns(
+        cause=pl.when(failed).then(pl.lit("rollout_failed")),
+        detail=pl.when(failed).then(pl.col("rollout_id").replace(told)),
+    )
+    html = PoisonTable(SimpleNamespace(rollouts=rollouts, calls=run.calls)).html()
+    assert "raised A at mine.py:3" in html and "and 1 other detail; all: .rejected" in html
+    one = rollouts.filter(pl.col("rollout_id") != "stored.0.1.0")
+    assert "other detail" not in PoisonTable(SimpleNamespace(rollouts=one, calls=run.calls)).html()
+
+
 def test_numbers_of_a_difference_are_upstreams_formulas():
     d = np.array([0.1, -0.2, 0.0, 0.05])
     numbers = delta_numbers(d)

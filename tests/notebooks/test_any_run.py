@@ -101,6 +101,7 @@ def _equal_rewards(path: Path) -> None:
 def _served(path: Path) -> None:
     """No step, and rollouts that were closed without a reward."""
     _untrained(path)
+    rewrite_json_line(path / "status.json", 0, {"command": "serve"})
     rewrite_json_line(path / "groups.jsonl", 0, {"step": None, "reward_mean": None, "reward_std": None})
     for part in (path / "rows").glob("*.parquet"):
         pl.read_parquet(part).with_columns(reward=pl.lit(None, pl.Float64)).write_parquet(part)

@@ -1,4 +1,4 @@
-"""What of a run cannot be read is named, and is not taken for what it is not: a call, a killed run, an empty run."""
+"""What of a run cannot be read is named, and is not taken for what it is not: a call, a stopped run, an empty run."""
 
 from __future__ import annotations
 
@@ -57,9 +57,10 @@ def test_of_a_rollout_in_flight_a_damaged_ledger_is_what_is_said(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("log", "what"), [("steps", "2 steps of this finished run"), ("groups", "4 groups of this finished run")]
+    ("log", "what"),
+    [("steps", "2 steps were trained and the run is done"), ("groups", "4 groups were trained and the run is done")],
 )
-def test_a_log_that_is_lost_is_named_of_a_finished_run(tmp_path, log, what):
+def test_a_log_that_is_lost_is_named_of_a_run_that_is_done(tmp_path, log, what):
     path = make_run(tmp_path / "lost")
     for lose, said in ((lambda file: file.write_bytes(b""), "holds no"), (Path.unlink, "this file is missing, ")):
         lose(path / f"{log}.jsonl")
@@ -73,17 +74,17 @@ def test_a_log_that_is_lost_is_named_of_a_finished_run(tmp_path, log, what):
         for view in (RewardCurve(run), CaptureRate(run)):
             view.figure()
             assert view.sentence().endswith(f"the step of none of {valid} trained rollouts is known")
-    (path / "status.json").write_text('{"status": "killed", "run": "lost"}')
+    (path / "status.json").write_text('{"status": "stopped", "run": "lost"}')
     assert runs.open(path).damage == []  # it may have been stopped before
 
 
-def test_a_status_that_cannot_be_read_is_said_and_not_taken_for_a_killed_run(tmp_path):
+def test_a_status_that_cannot_be_read_is_said_and_not_taken_for_a_stopped_run(tmp_path):
     path = make_run(tmp_path / "ended", steps=1)
     status = path / "status.json"
     status.write_bytes(status.read_bytes()[:-9])
     run = runs.open(path)
-    assert repr(run).startswith("Run ended · unknown · 1 step")
-    assert run.damage == [f"{status} is not a JSON object"]
+    assert repr(run).startswith("Run ended · unreadable · 1 step")
+    assert run.damage == [f"{status} is not a readable JSON object"]
     assert run.campaign["error"][0] == "status.json cannot be read, so how the run ended is not known"
     assert overview([path]).select("status", "error").row(0) == ("unreadable", run.campaign["error"][0])
 

@@ -58,10 +58,10 @@ def test_frames_join_by_ids(run):
 
 def test_the_campaign_row_says_what_there_is(run):
     row = run.campaign.row(0, named=True)
-    assert (row["state"], row["steps"], row["groups"], row["rollouts"]) == ("finished", 2, 4, 16)
+    assert (row["state"], row["steps"], row["groups"], row["rollouts"]) == ("done", 2, 4, 16)
     assert row["valid_rollouts"] == 12 and row["weight_version"] == 2
     assert (row["model"], row["environment"], row["capture_enabled"]) == ("made-up", "guess_number", True)
-    assert repr(run) == "Run stored · finished · 2 steps · 4 groups · 12 of 16 rollouts valid · weight version 2"
+    assert repr(run) == "Run stored · done · 2 steps · 4 groups · 12 of 16 rollouts valid · weight version 2"
 
 
 def test_relations_tell_what_each_call_is(run):
@@ -152,7 +152,7 @@ def test_a_run_is_readable_while_it_is_written(tmp_path):
     stored.step(2, [["plain", "edit"]])
     assert run.steps.height == 2 and run.groups["step"].to_list() == [1, 2]
     stored.finish()
-    assert run.campaign["state"][0] == "finished"
+    assert run.campaign["state"][0] == "done"
 
 
 def test_a_crashed_run_opens_and_says_so(tmp_path):
@@ -163,7 +163,7 @@ def test_a_crashed_run_opens_and_says_so(tmp_path):
         events.write(b'{"at": 1.0, "kind": "torn')
     run = runs.open(tmp_path / "crash")
     row = run.campaign.row(0, named=True)
-    assert row["state"] == "interrupted" and "is gone" in row["error"]
+    assert row["state"] == "stopped" and "is gone" in row["error"]
     assert run.rollouts.height == 2
     assert "torn" not in run.events["kind"].to_list()
 
@@ -196,7 +196,8 @@ def test_a_recipe_that_cannot_be_read_does_not_keep_a_run_closed(tmp_path):
     path = make_run(tmp_path / "recipe", steps=1)
     (path / "recipe.yaml").write_text("name: [")
     run = runs.open(path)
-    assert run.recipe == {} and run.rollouts.height and "recipe.yaml is not YAML" in repr(run)
+    assert run.recipe == {} and run.rollouts.height
+    assert repr(run).endswith(" · 1 unreadable file left out (recipe.yaml is not YAML)")
 
 
 def test_a_row_is_called_trained_only_where_a_step_had_it_in_its_loss(tmp_path):

@@ -44,3 +44,38 @@ def test_a_script_that_is_not_there_and_a_rollout_without_a_line_are_named(tmp_p
     assert script.reply("run.0.0.0", []).text == "a"
     with pytest.raises(SetupError, match="no line for rollout 'other'"):
         script.reply("other", [])
+
+
+def raising(rollout_id: str, number: int, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    raise KeyError("said")
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (
+            raising,
+            r"function \(test_script\.py:\d+\), asked for call 0 of rollout 'r\.0', raised KeyError: 'said' at test_",
+        ),
+        (lambda *_: None, r"returned None; expected a line as a dict, like \{'text': 'Yes\.'\}"),
+        (lambda *_: {"text": object()}, r"returned what is no line: text: Input should be a valid string$"),
+        (lambda *_: {"text": "a", "logprobs": ["b"]}, r"returned what is no line: logprobs\.0: "),
+        (lambda *_: {}, r"returned what is no line: a line has either text or token_ids$"),
+    ],
+)
+def test_a_function_that_gives_no_line_is_named_with_what_came(function: Any, says: str) -> None:
+    with pytest.raises(SetupError, match=says):
+        Script(function).reply("r.0", [])
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("nowhere.at_all:answer", "cannot be loaded: ModuleNotFoundError: No module named 'nowhere'"),
+        (f"{__name__}:nothing", "cannot be loaded: AttributeError: "),
+        (f"{__name__}:__doc__", "is a str; expected a function, or a JSONL file"),
+    ],
+)
+def test_a_function_that_is_not_there_is_named(source: str, says: str) -> None:
+    with pytest.raises(SetupError, match=says):
+        Script(source)

@@ -12,9 +12,10 @@ from train.samples import row
 from workbench.errors import TrainerError
 from workbench.finalizer.rows import GroupRow, pack_row, publish_rows
 from workbench.train.rows import TrainPartition, TrainRow, match_rows, unpack_row
+from workbench.train.votes import cast_votes
 
 
-def group_row(index: int, length: int, reward: float = 0.5, sample_mask: int = 1) -> GroupRow:
+def group_row(index: int, length: int, reward: float | None = 0.5, sample_mask: int = 1) -> GroupRow:
     made = row(index, length, sampled=slice(3, length), valid=bool(sample_mask))
     return GroupRow(
         rollout_id=f"run.0.{index}.0", group_id="run.0", index=index, reward=reward, reward_components={},
@@ -35,6 +36,19 @@ def assert_same(read: TrainRow, written: GroupRow) -> None:
 def test_a_packed_row_reads_back():
     written = group_row(1, 12)
     assert_same(unpack_row(pack_row(written)), written)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "dr_grpo", "reinforce_plus_plus", "reinforce_plus_plus-baseline"])
+def test_a_placeholder_that_nobody_gave_a_reward_moves_no_sibling(name):
+    """What a rollout whose agent or reward failed comes to the trainer as."""
+    group = [group_row(0, 12, reward=1.0), group_row(1, 12, reward=0.0), group_row(2, 12, reward=0.25)]
+    failed = group_row(3, 12, reward=None, sample_mask=0)
+    alone, beside = [unpack_row(pack_row(row)) for row in group], unpack_row(pack_row(failed))
+    assert np.isnan(beside.reward)
+    expected = cast_votes(alone, version=2, advantage={"name": name})
+    ballot = cast_votes([beside, *alone], version=2, advantage={"name": name})
+    np.testing.assert_array_equal(ballot.advantages, [0.0, *expected.advantages])
+    assert ballot.metrics([beside, *alone])["reward_mean"] == expected.metrics(alone)["reward_mean"]
 
 
 def test_a_placeholder_has_no_token_in_the_loss_even_if_its_mask_says_so():

@@ -14,6 +14,7 @@ from workbench import runs
 from workbench.campaign.desk import ReceiptAsked, Verdict, checked_group
 from workbench.campaign.desk_socket import ask
 from workbench.errors import ComponentDied, RunStoreError
+from workbench.runs.condition import broken_status, state_of
 
 # Beside the finalizer's own deadline: the gateway's control calls, and a group that is being finalised before this one.
 MORE_S = 60.0
@@ -37,12 +38,16 @@ def ask_receipt(
     run = runs.open(run_dir)
     status = run.status
     desk = status.get("desk")
-    if not isinstance(desk, str) and status.get("command") == "serve":
-        if status.get("status") == "running":
-            raise RunStoreError(f"Run {run.name} does not serve yet ({status.get('phase')}). Next: wait for its URL.")
+    if broken := broken_status(run.path):
         raise RunStoreError(
-            f"Run {run.name} ended before it served, so it has no rollouts: {status.get('error') or status['status']}."
+            f"{broken[0]}, so where a server of this run listens is not known, and no rollout of it can be closed. "
+            f"Next: end the server, if it still runs, and serve again; workbench inspect {run_dir} shows the calls."
         )
+    if not isinstance(desk, str) and run.served:
+        state, error = state_of(run.path)
+        if state == "running":
+            raise RunStoreError(f"Run {run.name} does not serve yet ({status.get('phase')}). Next: wait for its URL.")
+        raise RunStoreError(f"Run {run.name} ended before it served, so it has no rollouts: {error or state}.")
     if not isinstance(desk, str):
         raise RunStoreError(f"Run {run.name} is not served: it is a campaign's, whose rollouts have their receipts.")
     finalizer: Any = run.recipe.get("finalizer") or {}

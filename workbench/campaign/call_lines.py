@@ -37,7 +37,8 @@ class CallLines:
         self._unreadable: set[str] = set()
         self._waiting: list[dict[str, Any]] = []
         """Rows that were read and not shown yet: a look may be cancelled while it asks for their facts."""
-        self.calls = 0
+        self.calls = self.captured = 0
+        self.rollouts: set[str] = set()
 
     async def follow(self) -> None:
         """Look again and again, until cancelled."""
@@ -60,6 +61,8 @@ class CallLines:
         shown, self._waiting = self._waiting, []
         for row in shown:
             self.calls += 1
+            self.captured += row["disposition"] != "failed"
+            self.rollouts.add(row["rollout_id"])
             self._show(line_of(row, facts.get(row["model_call_id"], {})))
 
     def _new_rows(self) -> list[dict[str, Any]]:

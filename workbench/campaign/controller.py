@@ -20,7 +20,7 @@ from typing import Any
 
 from workbench.actors import root_cause
 from workbench.campaign.echo_rollouts import EchoPlayer
-from workbench.campaign.environments import make_environment
+from workbench.campaign.environments import Environment, make_environment
 from workbench.campaign.fleet import Fleet
 from workbench.campaign.left_off import NOTHING_YET, LeftOff, read_left_off, remove_unfinished
 from workbench.campaign.resume import catch_up
@@ -40,7 +40,7 @@ _LAST_LOOK_S = 3.0
 
 @dataclass
 class CampaignResult:
-    """What a finished campaign says of itself; everything else is a query over the run store."""
+    """What a campaign that is done says of itself; everything else is a query over the run store."""
 
     run_dir: Path
     steps: int
@@ -71,12 +71,13 @@ async def run_campaign(
         writer.status(status="running", phase="set-up", run=run_dir.name, resumed=left.segments)
         store_recipe(run_dir, recipe.model_dump(mode="json"))
         try:
+            environment = make_environment(recipe)
             on_phase = partial(_say_phase, writer)
             async with make_fleet(recipe, run_dir, on_phase=on_phase, report=writer.event) as fleet:
-                result = await Campaign(recipe, fleet, writer).run(left)
+                result = await Campaign(recipe, fleet, writer, environment).run(left)
         except (asyncio.CancelledError, KeyboardInterrupt):
             writer.event("stopped", reason="interrupted")
-            writer.status(status="killed", phase="stopped", error="interrupted")
+            writer.status(status="stopped", phase="stopped", error="stopped by an interrupt")
             raise
         except BaseException as error:
             writer.event("failed", error=type(error).__name__, message=str(error))
@@ -89,11 +90,11 @@ async def run_campaign(
 class Campaign:
     """The pumps over one started fleet."""
 
-    def __init__(self, recipe: Recipe, fleet: Fleet, writer: RunWriter) -> None:
+    def __init__(self, recipe: Recipe, fleet: Fleet, writer: RunWriter, environment: Environment) -> None:
         self.recipe = recipe
         self.fleet = fleet
         self.writer = writer
-        self.environment = make_environment(recipe)
+        self.environment = environment
         self.state = CampaignState.begin(recipe, fleet, writer)
 
     async def run(self, left: LeftOff = NOTHING_YET) -> CampaignResult:

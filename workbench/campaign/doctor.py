@@ -23,8 +23,9 @@ from workbench.campaign import derived, machine, ray_cluster
 from workbench.campaign.environment_record import gpus
 from workbench.campaign.machine import Finding
 from workbench.campaign.placement import bundles
-from workbench.errors import ModelMissing, RecipeError, SetupError
+from workbench.errors import ModelMissing, RecipeError, SetupError, WorkbenchError
 from workbench.nearest import nearest
+from workbench.own_code import raised
 from workbench.recipe_schema import Recipe
 
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
@@ -192,7 +193,12 @@ def environment(recipe: Recipe) -> Finding:
     """What the task itself needs of this machine."""
     from workbench.campaign.environments import FileFix, make_environment
 
-    lacking = getattr(make_environment(recipe), "lacking", str)()
+    try:
+        lacking = getattr(make_environment(recipe), "lacking", str)()
+    except WorkbenchError:
+        raise
+    except (Exception, SystemExit) as error:  # somebody's own code
+        lacking = f"lacking() raised {raised(error)}"
     if lacking:
         cure = "run it on a machine that has that, or choose another environment"
         if recipe.environment.name == FileFix.name:

@@ -11,13 +11,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from workbench.campaign.rollouts import AgentRunner, RolloutPlan
+from workbench.campaign.rollouts import AgentRunner, RolloutPlan, outcome_of
 from workbench.echo.calls import chain_of
 from workbench.echo.client import EchoClient
 from workbench.echo.finalizer import EchoFinalizer
 from workbench.finalizer.messages import RolloutOutcome
 from workbench.serving.sampling import SamplingPins
-from workbench.wire import Cause
 
 
 class EchoPlayer(AgentRunner):
@@ -36,19 +35,7 @@ class EchoPlayer(AgentRunner):
         started = time.monotonic()
         echo = EchoClient(self._client("/v1"), self._sampling, self._weight_version, rollout_id)
         result, error = await self._run_agent(plan, echo)
-        total: float = 0.0
-        components: dict[str, float] = {}
-        if error is None and result is not None:
-            total, components, error = await self._scored(plan, result)
+        reward = await self._scored(plan, result, error)
         response = result.response if result is not None else None
         self._finalizer.chains[rollout_id] = chain_of(echo.calls, str((response or {}).get("id")))
-        return RolloutOutcome(
-            rollout_id=rollout_id,
-            index=plan.index,
-            task_id=plan.task.task_id,
-            failure=Cause.ROLLOUT_FAILED if error is not None else None,
-            detail=error,
-            reward=total,
-            reward_components=components,
-            duration_s=time.monotonic() - started,
-        )
+        return outcome_of(plan, reward, started)

@@ -20,7 +20,7 @@ from nbformat import NotebookNode
 from workbench.errors import RecipeError, SetupError
 from workbench.nearest import did_you_mean
 
-Status = Literal["done", "failed", "killed"]
+Status = Literal["done", "failed", "stopped"]
 MAX_BYTES = 2 * 2**20
 _BANNER_TAG = "workbench-banner"
 _PAPERMILL_TAGS = {"papermill-error-cell-tag"}
@@ -37,7 +37,7 @@ class Outcome:
     @property
     def told(self) -> str | None:
         """One sentence: the error, and of which kind it is unless somebody stopped the run."""
-        return self.error if self.status == "killed" or not self.error else f"{self.error_name}: {self.error}"
+        return self.error if self.status == "stopped" or not self.error else f"{self.error_name}: {self.error}"
 
 
 def parameter_names(notebook: Path) -> list[str]:
@@ -96,7 +96,7 @@ def set_outcome(path: Path, outcome: Outcome) -> NotebookNode:
 def _banner(outcome: Outcome, *, ran: int, of: int) -> NotebookNode:
     what = " ".join((outcome.told or f"{outcome.error_name}: no reason known").split())[:600].replace("<", "&lt;")
     text = (
-        f"> **This run {'was killed' if outcome.status == 'killed' else 'failed'}** in code cell {ran} of {of}; "
+        f"> **This run {'was stopped' if outcome.status == 'stopped' else 'failed'}** in code cell {ran} of {of}; "
         f"the cells after it were not run.\n>\n> {what}"
     )
     cell = nbformat.v4.new_markdown_cell(text, metadata={"tags": [_BANNER_TAG]})

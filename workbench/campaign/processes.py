@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -28,6 +29,12 @@ def marked(mark: str) -> list[psutil.Process]:
             if needle in Path(f"/proc/{process.pid}/environ").read_bytes() and process.status() != "zombie":
                 found.append(process)
     return found
+
+
+def signal_words(number: int) -> str:
+    """A signal as a person knows it."""
+    name = signal.Signals(number).name
+    return f"Ctrl-C ({name})" if number == signal.SIGINT else name
 
 
 def end_marked(mark: str, grace_s: float = 5.0) -> int:

@@ -26,6 +26,7 @@ from workbench.finalizer.messages import FinalizedGroup
 from workbench.finalizer.metrics import pool_metrics
 from workbench.finalizer.stored import read_group
 from workbench.recipe_schema import Recipe
+from workbench.runs.condition import broken_status
 from workbench.runs.frames import read_parts
 
 # What may change in the middle of a run: how far it goes, how long things may take, what the machine offers.
@@ -41,6 +42,7 @@ _SECTIONS_MAY_CHANGE = ("checkpoint.", "deadlines.", "data_plane.", "ray.")
 def resumable(run_dir: Path, overrides: Sequence[str] = ()) -> Recipe:
     """The recipe to go on with, the run's own with `overrides`; reads only.
 
+    What a run last said of itself decides nothing: where that cannot be read, its records are gone on with.
     Raises RunStoreError where there is no run, one that is being written, or a damaged one; SetupError for a served run
     and one that has taken all its steps; RecipeError for an override of what must stay.
     """
@@ -48,10 +50,15 @@ def resumable(run_dir: Path, overrides: Sequence[str] = ()) -> Recipe:
     state, _ = run.campaign.select("state", "error").row(0)
     if state == "running":
         raise RunStoreError(f"{run_dir} is still running: another process writes it. Next: wait for it, or stop it.")
-    if run.status.get("command") == "serve":
+    if run.served:
         raise SetupError(
             f"{run_dir} is a served run: nothing is trained in it, so there is nothing to go on with. Next: workbench "
             f"serve RECIPE begins another one, workbench inspect {run_dir} shows this one"
+        )
+    if state == "unreadable" and run.events.filter(kind="started").is_empty():
+        raise RunStoreError(
+            f"{broken_status(run_dir)[0]}, and no event says that a campaign began there, so there is nothing to go on "
+            f"with. Next: workbench run or workbench serve begins another run"
         )
     if not (run_dir / "recipe.yaml").exists():
         raise RunStoreError(f"{run_dir} has no recipe.yaml, so it cannot be known what to go on with.")
@@ -60,9 +67,9 @@ def resumable(run_dir: Path, overrides: Sequence[str] = ()) -> Recipe:
     left = read_left_off(run_dir)
     if recipe.train.steps < left.steps_done:
         raise RecipeError(f"train.steps: {run_dir} has taken {left.steps_done} steps already; got {recipe.train.steps}")
-    if state == "finished" and recipe.train.steps == left.steps_done:
+    if state == "done" and recipe.train.steps == left.steps_done:
         raise SetupError(
-            f"{run_dir} is finished, all {left.steps_done} steps are taken. Next: workbench report {run_dir}, or go on "
+            f"{run_dir} is done, all {left.steps_done} steps are taken. Next: workbench report {run_dir}, or go on "
             f"further: workbench resume {run_dir} train.steps={2 * left.steps_done}"
         )
     _check_readable(run_dir, left)

@@ -12,21 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import random
-import sysconfig
 import threading
 import time
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import openai
+import orjson
 
-from workbench.campaign.environments import AgentResult, Environment, Reward, Task
+from workbench import own_code
+from workbench.campaign.environments import AgentResult, Environment, Reward, Task, fit
 from workbench.errors import LedgerCorrupt
 from workbench.finalizer.messages import RolloutOutcome
 from workbench.gateway.client import ControlClient
@@ -34,26 +32,26 @@ from workbench.ledger.receipts import OnNoWitness, assemble_receipt
 from workbench.wire import Cause, RolloutManifest
 
 T = TypeVar("T")
-_NOT_OWN = (
-    Path(__file__).parents[1],
-    *(Path(sysconfig.get_path(kind)) for kind in ("stdlib", "purelib", "platlib")),
-)
-"""Where code lies that a person who writes an environment has not written."""
 
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """One rollout to play. `index` is its place in the group, `attempt` counts replacements of the same place."""
+    """One rollout to play. `index` is its place in the group, `attempt` counts replacements of the same place. Where
+    there is no task, `task` says why."""
 
     run: str
     group: int
     index: int
     attempt: int
-    task: Task
+    task: Task | str
 
     @property
     def rollout_id(self) -> str:
         return f"{self.run}.{self.group}.{self.index}.{self.attempt}"
+
+    @property
+    def task_id(self) -> str | None:
+        return self.task.task_id if isinstance(self.task, Task) else None
 
 
 class AgentRunner(ABC):
@@ -94,53 +92,52 @@ class AgentRunner(ABC):
             base_url=f"{self._gateway_url}{path}", api_key="unused", http_client=self._http, max_retries=0
         )
 
-    async def _scored(self, plan: RolloutPlan, result: AgentResult) -> tuple[float, dict[str, float], str | None]:
-        """(reward, its parts, None), or (0, {}, one sentence saying why this rollout cannot be scored)."""
+    async def _scored(self, plan: RolloutPlan, result: AgentResult | None, error: str | None) -> Reward | str:
+        """The reward of a rollout, or one sentence saying why it has none: `error` where it has failed before."""
+        if error is not None or result is None or isinstance(plan.task, str):
+            return error or "the agent left nothing to score"
+        task = plan.task
         # In a thread: a reward is code that we did not write, and all other rollouts wait for this loop. In one of its
         # own: a reward that never comes back would keep one of the few that the loop's other work needs.
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await _in_own_thread(lambda: self._score(plan, result))
+                return await _in_own_thread(lambda: self._score(task, result))
         except TimeoutError:
-            return 0.0, {}, f"its reward did not come within rollouts.timeout_s={self._timeout_s:g}"
+            return f"its reward did not come within rollouts.timeout_s={self._timeout_s:g}"
 
-    def _score(self, plan: RolloutPlan, result: AgentResult) -> tuple[float, dict[str, float], str | None]:
+    def _score(self, task: Task, result: AgentResult) -> Reward | str:
         try:
-            reward = self._environment.reward(plan.task, result)
+            return fit.reward_of(self._environment, self._environment.reward(task, result))
         except BaseException as error:  # `exit()` too: this thread is the reward's alone
-            return 0.0, {}, f"its reward raised {_raised(error)}"
-        if not isinstance(reward, Reward):
-            return 0.0, {}, f"reward() returned {_a(reward)}, expected Reward(…)"
-        try:
-            total = float(reward.total)
-            components = {name: float(part) for name, part in reward.components.items()}
-        except Exception as error:
-            return 0.0, {}, f"reward() returned {reward!r:.200}, and a reward and its parts are numbers: {error}"
-        if not all(math.isfinite(value) for value in (total, *components.values())):
-            return 0.0, {}, f"its reward is {total}, with the parts {components}; a reward is a finite number"
-        return total, components, None
+            return f"its reward raised {own_code.raised(error)}"
 
     async def _run_agent(self, plan: RolloutPlan, client: Any) -> tuple[AgentResult | None, str | None]:
         """(result, None) or (result or None, one sentence saying why the rollout has no vote)."""
+        if isinstance(plan.task, str):
+            return None, plan.task
         # Seeded by place, not by process: a replayed campaign plays the same agents whatever finished first.
         rng = random.Random(f"{self._seed}/{plan.group}/{plan.index}/{plan.attempt}")
+        limit = asyncio.timeout(self._timeout_s)
         try:
             # In this task: an `exit()` in one of its own would end the event loop before anybody could catch it.
-            async with asyncio.timeout(self._timeout_s):
+            async with limit:
                 result = await self._environment.run(client, self._model, plan.task, rng)
-        except TimeoutError:
-            return None, f"the agent did not finish within rollouts.timeout_s={self._timeout_s:g}"
+        except TimeoutError as error:
+            if limit.expired():
+                return None, f"the agent did not finish within rollouts.timeout_s={self._timeout_s:g}"
+            return None, f"the agent raised {own_code.raised(error)}"
         except openai.OpenAIError as error:
-            return None, f"the agent's call failed: {type(error).__name__}: {error}"
+            return None, f"the agent's call failed: {own_code.named(error)}"
+        except asyncio.CancelledError as error:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise  # the campaign ends
+            return None, f"the agent raised {own_code.raised(error)}"
         except (Exception, SystemExit) as error:
             # An agent is code that we did not write: whatever it raises makes this rollout data, not a crash.
-            return None, f"the agent raised {_raised(error)}"
-        if not isinstance(result, AgentResult):
-            return None, f"run() returned {_a(result)}, expected AgentResult(…)"
-        if not isinstance(result.response, dict | None):
-            expected = "the served object as JSON (`model_dump(mode='json')`) or None"
-            return None, f"run() returned an AgentResult whose response is {_a(result.response)}, expected {expected}"
-        return result, result.error
+            return None, f"the agent raised {own_code.raised(error)}"
+        if (fault := fit.result_fault(self._environment, result)) is not None:
+            return None, fault
+        return result, None if result.error is None else own_code.plain(result.error)
 
 
 class RolloutPlayer(AgentRunner):
@@ -159,59 +156,48 @@ class RolloutPlayer(AgentRunner):
         rollout_id = plan.rollout_id
         started = time.monotonic()
         result, error = await self._run_agent(plan, self._client(f"/ng-rollout/{rollout_id}/v1"))
-        response = result.response if result is not None else None
         try:
-            closed = await self._control.freeze(rollout_id, response=response)
+            closed = await self._control.freeze(rollout_id)
         except LedgerCorrupt as damage:
             # Its custody cannot be read any more; the other rollouts of the group are untouched by that.
             return RolloutOutcome(
                 rollout_id=rollout_id,
                 index=plan.index,
-                task_id=plan.task.task_id,
+                task_id=plan.task_id,
                 failure=Cause.MISSING_RECEIPT,
                 detail=str(damage),
                 duration_s=time.monotonic() - started,
             )
         manifest = RolloutManifest.model_validate(closed["manifest"])
-        total: float = 0.0
-        components: dict[str, float] = {}
-        if error is None and result is not None:
-            total, components, error = await self._scored(plan, result)
+        reward = await self._scored(plan, result, error)
+        # As plain JSON, as if it had come over a wire: objects of somebody's own witness nothing.
+        response = orjson.loads(orjson.dumps(result.response if result is not None else None))
         receipt = assemble_receipt(
             manifest,
             rollout_id=rollout_id,
-            reward=total,
+            reward=reward.total if isinstance(reward, Reward) else None,
             response=response,
-            failure_reason=Cause.ROLLOUT_FAILED.value if error is not None else None,
+            failure_reason=Cause.ROLLOUT_FAILED.value if isinstance(reward, str) else None,
             on_no_witness=self._on_no_witness,
         )
-        return RolloutOutcome(
-            rollout_id=rollout_id,
-            index=plan.index,
-            task_id=plan.task.task_id,
-            receipt=receipt,
-            failures=manifest.failures,
-            failure=Cause.ROLLOUT_FAILED if error is not None else None,
-            detail=error,
-            reward=total,
-            reward_components=components,
-            duration_s=time.monotonic() - started,
-        )
+        return outcome_of(plan, reward, started, receipt=receipt, failures=manifest.failures)
 
 
-def _raised(error: BaseException) -> str:
-    """`KeyError: 'score' at my_env.py:31`, the place being the deepest one that neither Python nor a package has."""
-    # The first frame is ours. The one that we called counts where all are of packages: that is where theirs begins.
-    called = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if not frame.filename.startswith("<")]
-    own = [frame for frame in called if not any(Path(frame.filename).is_relative_to(place) for place in _NOT_OWN)]
-    place = [f" at {Path(frame.filename).name}:{frame.lineno}" for frame in (own or called[:1])[-1:]]
-    return f"{type(error).__name__}: {error}{''.join(place)}"
-
-
-def _a(value: Any) -> str:
-    """What came in place of what was expected: `None`, `a float`, `an int`."""
-    kind = type(value).__name__
-    return "None" if value is None else f"{'an' if kind[0] in 'aeiouAEIOU' else 'a'} {kind}"
+def outcome_of(plan: RolloutPlan, reward: Reward | str, started: float, **custody: Any) -> RolloutOutcome:
+    """The outcome of a rollout that began at `started` (monotonic, s); one without a reward has failed for the words
+    that stand in its place."""
+    given = None if isinstance(reward, str) else reward
+    return RolloutOutcome(
+        rollout_id=plan.rollout_id,
+        index=plan.index,
+        task_id=plan.task_id,
+        failure=Cause.ROLLOUT_FAILED if given is None else None,
+        detail=reward if isinstance(reward, str) else None,
+        reward=None if given is None else given.total,
+        reward_components={} if given is None else given.components,
+        duration_s=time.monotonic() - started,
+        **custody,
+    )
 
 
 def _in_own_thread(work: Callable[[], T]) -> asyncio.Future[T]:

@@ -35,11 +35,13 @@ from workbench.campaign.environment_record import store_environment
 from workbench.campaign.html_export import export_html
 from workbench.campaign.kernel import KERNEL_NAME, OwnKernel
 from workbench.campaign.notebook_file import MAX_BYTES, Outcome, check_parameters, set_outcome
+from workbench.campaign.processes import signal_words
 from workbench.campaign.progress import ProgressLine
 from workbench.campaign.summary import Summary, summarise
 from workbench.errors import RecipeError, RunStoreError, SetupError
 from workbench.places import shipped
 from workbench.recipe_schema import RUN_NAME, Recipe
+from workbench.runs.condition import ENDED, read_status
 from workbench.runs.gathered import gather
 from workbench.runs.writer import RunWriter, atomic_file, refuse_taken, store_recipe
 
@@ -105,7 +107,7 @@ def tell(result: NotebookResult) -> int:
         what = result.outcome.told or ""
         if result.outcome.status == "done":
             how = "trained nothing"
-        elif result.outcome.status == "killed":
+        elif result.outcome.status == "stopped":
             how = f"was {what}"  # … stopped by Ctrl-C (SIGINT)
         else:
             # Of an exception in another process the notebook has the whole traceback; a line has what it was about.
@@ -297,7 +299,7 @@ def _watch(execution: _Execution, progress: ProgressLine | None) -> None:
             if not execution.kernel.interrupt():
                 execution.interrupted_at = now - STOP_GRACE_S
         left_s = STOP_GRACE_S - (now - execution.interrupted_at)
-        note = f"stopping on {_said(execution.stop_signal)}"
+        note = f"stopping on {signal_words(execution.stop_signal)}"
         detail = f"; killed in {max(0.0, left_s):.0f} s unless it ends before"
         if left_s <= 0:
             execution.kernel.end(grace_s=0.5)
@@ -329,7 +331,7 @@ def _outcome(execution: _Execution) -> Outcome:
     error = execution.error
     if execution.stop_signal is not None and error is not None:
         name = signal.Signals(execution.stop_signal).name
-        return Outcome("killed", name, f"stopped by {_said(execution.stop_signal)}")
+        return Outcome("stopped", name, f"stopped by {signal_words(execution.stop_signal)}")
     if error is None:
         return Outcome("done")
     name, text = getattr(error, "ename", type(error).__name__), str(getattr(error, "evalue", error))
@@ -338,16 +340,10 @@ def _outcome(execution: _Execution) -> Outcome:
     return Outcome("failed", name, text)
 
 
-def _said(number: int) -> str:
-    """A signal as a person knows it."""
-    name = signal.Signals(number).name
-    return f"Ctrl-C ({name})" if number == signal.SIGINT else name
-
-
 def _exit_code(outcome: Outcome, stop_signal: int | None) -> int:
     if outcome.status == "done":
         return 0
-    if outcome.status == "killed" and stop_signal is not None:
+    if outcome.status == "stopped" and stop_signal is not None:
         return 128 + stop_signal
     known = getattr(errors, outcome.error_name or "", None)
     return int(getattr(known, "exit_code", 1)) or 1
@@ -355,12 +351,8 @@ def _exit_code(outcome: Outcome, stop_signal: int | None) -> int:
 
 def _close_store(run_dir: Path, outcome: Outcome) -> None:
     """Give the run store its last status where the kernel could not: it died, or never came that far."""
-    path = run_dir / "status.json"
-    try:
-        status = orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError):
-        status = {"run": run_dir.name}
-    if status.get("status") in ("failed", "killed", "done"):
+    status = read_status(run_dir) or {"run": run_dir.name}
+    if status.get("status") in ENDED:
         return
     error = outcome.told
     with contextlib.suppress(RunStoreError), RunWriter(run_dir) as writer:

@@ -17,7 +17,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
 
-from workbench.campaign.environments import Environment
+from workbench.campaign.environments import Environment, task_seed
+from workbench.campaign.environments.fit import task_of
 from workbench.campaign.left_off import NOTHING_YET, LeftOff, OpenGroup
 from workbench.campaign.rollouts import AgentRunner, RolloutPlan
 from workbench.campaign.state import CampaignState
@@ -123,14 +124,15 @@ class RolloutPump:
             await asyncio.shield(state.supply.abort(left.group_id))
             raise
         if not left.recorded:
-            self._record(step, self._task_seed(left.number), group, None)
+            self._record(step, task_seed(state.recipe, left.number), group, None)
         await self._commit(group, left.weight_version)
         return True
 
     async def _play_group(self, step: int, number: int, attempt: int = 0) -> bool:
         state, train = self._state, self._state.recipe.train
         group_id = f"g{number:05d}"
-        task = self._environment.task(self._task_seed(number))
+        seed = task_seed(state.recipe, number)
+        task = task_of(self._environment, seed)
         plans = [
             RolloutPlan(run=state.fleet.run_dir.name, group=number, index=index, attempt=attempt, task=task)
             for index in range(train.rollouts_per_group)
@@ -144,8 +146,8 @@ class RolloutPump:
             step=step,
             group_id=group_id,
             rollout_ids=rollout_ids,
-            task_id=task.task_id,
-            task_seed=task.seed,
+            task_id=plans[0].task_id,
+            task_seed=seed,
             weight_version=version,
         )
         try:
@@ -163,13 +165,9 @@ class RolloutPump:
             await state.supply.abort(group_id)
             self._drop(step, group)
             return False
-        self._record(step, task.seed, group, sampled_s)
+        self._record(step, seed, group, sampled_s)
         await self._commit(group, version)
         return True
-
-    def _task_seed(self, number: int) -> int:
-        """Of the task of group `number`: the same in every run with the recipe's seed."""
-        return self._state.recipe.seed * 1_000_003 + number
 
     def _drop(self, step: int, group: FinalizedGroup) -> None:
         """Count a group that left by its typed exit. Raises GroupsDropped where too many in a row did."""

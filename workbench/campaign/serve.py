@@ -16,6 +16,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from workbench.campaign import desk_socket
 from workbench.campaign.call_lines import CallLines, Facts
 from workbench.campaign.desk import ReceiptDesk
 from workbench.campaign.fleet import Fleet
-from workbench.campaign.processes import end_marked
+from workbench.campaign.processes import end_marked, signal_words
 from workbench.config import Recipe
 from workbench.errors import RunStoreError, WorkbenchError, first_cause
 from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup
@@ -36,6 +37,7 @@ from workbench.runs.writer import RunWriter, atomic_file, store_recipe
 CHECK_EVERY_S = 2.0
 CHECK_TIMEOUT_S = 30.0
 _SHOWN = 5
+_STOPPING = "stopping"  # the first thing that a fleet says when it ends
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -68,11 +70,13 @@ async def _until_stopped(recipe: Recipe, run_dir: Path) -> int:
         session = _Session(recipe, run_dir, writer)
         task = asyncio.ensure_future(session.run())
         try:
-            with _signals_cancel(task, lambda number: _note_stop(number, session, writer)) as came:
+            with _signals_stop(session, task):
                 await task
         except BaseException as error:
-            if came and isinstance(error, asyncio.CancelledError):
-                return _stopped(came[0], session, writer)
+            if session.stopped_by is not None:
+                if not isinstance(error, asyncio.CancelledError):
+                    writer.event("failed_while_stopping", error=type(error).__name__, message=str(error))
+                return _stopped(session.stopped_by, session, writer)
             writer.event("failed", error=type(error).__name__, message=str(error))
             writer.status(status="failed", phase="failed", error=root_cause(f"{type(error).__name__}: {error}"))
             raise
@@ -80,50 +84,63 @@ async def _until_stopped(recipe: Recipe, run_dir: Path) -> int:
 
 
 @contextlib.contextmanager
-def _signals_cancel(task: asyncio.Task[None], note: Callable[[int], None]) -> Iterator[list[int]]:
-    """Inside, the first signal is noted and cancels `task`; yields the list of those that came. Stopping has deadlines
-    of its own, so a second one hurries nothing."""
+def _signals_stop(session: _Session, task: asyncio.Task[None]) -> Iterator[None]:
+    """Inside, the first signal ends the session in `task`. Stopping has deadlines of its own, so one that comes while
+    it ends, whatever ended it, hurries nothing."""
     loop = asyncio.get_running_loop()
-    came: list[int] = []
 
     def stop(number: int) -> None:
-        if not came:
+        if session.stop(number):
             task.cancel()
-            note(number)
-            print(f"stopping on {signal.Signals(number).name}", file=sys.stderr, flush=True)
-        came.append(number)
+            print(f"stopping on {signal_words(number)}", file=sys.stderr, flush=True)
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop, number)
     try:
-        yield came
+        yield
     finally:
         for number in _SIGNALS:
             loop.remove_signal_handler(number)
 
 
-def _note_stop(number: int, session: _Session, writer: RunWriter) -> None:
-    """Give the run its last status before anything is stopped, and let nothing else replace it: where Ray's processes
-    got the signal too, they take this process along when they end."""
-    session.stopping = True
-    if session.served:
-        writer.status(status="done", phase="stopped")
-    else:
-        error = f"stopped by {signal.Signals(number).name} before it served"
-        writer.status(status="killed", phase="stopped", error=error)
-
-
 def _stopped(number: int, session: _Session, writer: RunWriter) -> int:
-    """Close the store of a session that a signal ended; returns the exit code."""
-    name = signal.Signals(number).name
-    writer.event("stopped", reason=name, calls=session.calls, open_rollouts=session.left_open)
-    if not session.served:
+    """Close the store of a session that a signal ended, and say what it has; returns the exit code."""
+    served = session.served
+    left_open = served.desk.open_rollouts() if served else []
+    calls = served.lines.calls if served else 0
+    writer.event("stopped", reason=signal.Signals(number).name, calls=calls, open_rollouts=left_open)
+    if served is None:
+        print(f"{session.stopped_while()}: nothing was served, and no call captured", file=sys.stderr, flush=True)
         return 128 + number
-    print(f"{session.calls} calls; the run: workbench inspect {session.run_dir}", file=sys.stderr)
-    if session.left_open:
-        names = ", ".join(session.left_open[:_SHOWN]) + (", …" if len(session.left_open) > _SHOWN else "")
-        print(f"without a receipt, and so without tokens now: {names}", file=sys.stderr, flush=True)
+    print(last_words(session.run_dir, served.lines, len(served.desk.finalised), left_open), file=sys.stderr, flush=True)
     return 0
+
+
+def last_words(run_dir: Path, lines: CallLines, receipts: int, left_open: Sequence[str]) -> str:
+    """What a served run leaves, for whoever stopped it."""
+    if not lines.calls:
+        return f"stopped after it served; no call came. The run: workbench inspect {run_dir}"
+    said = [
+        f"stopped after it served {_count(len(lines.rollouts), 'rollout')} with {_count(lines.calls, 'call')}: "
+        f"{lines.captured:,} captured, {_count(receipts, 'rollout')} with a receipt",
+        f"  look      workbench inspect {run_dir}",
+    ]
+    if left_open:
+        names = ", ".join(left_open[:_SHOWN]) + (", …" if len(left_open) > _SHOWN else "")
+        said.append(f"  without a receipt, and so without tokens now: {names}")
+    return "\n".join(said)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+@dataclass(frozen=True)
+class _Served:
+    """What there is from the moment that a session serves."""
+
+    desk: ReceiptDesk
+    lines: CallLines
 
 
 class _Session:
@@ -133,18 +150,36 @@ class _Session:
         self.recipe = recipe
         self.run_dir = run_dir
         self.writer = writer
-        self.served = self.stopping = False
-        self.calls = 0
-        self.left_open: list[str] = []
-        """Rollouts that had calls and no receipt when it ended."""
-        self._count: Callable[[], None] = lambda: None
+        self.phase = "being set up"
+        self.served: _Served | None = None
+        self.stopped_by: int | None = None
+        """The signal that ended it; None as long as none did, and where an error did."""
+        self._ending = False
+
+    def stop(self, number: int) -> bool:
+        """Give the run its last status before anything is stopped, and let nothing else replace it: where Ray's
+        processes got the signal too, they take this process along when they end. False where it ends already."""
+        if self.stopped_by is not None or self._ending:
+            return False
+        self.stopped_by = number
+        if self.served:
+            self.writer.status(status="done", phase="stopped")
+        else:
+            self.writer.status(status="stopped", phase="stopped", error=self.stopped_while())
+        return True
+
+    def stopped_while(self) -> str:
+        """What a signal did to a session that did not serve yet."""
+        assert self.stopped_by is not None
+        return f"stopped by {signal_words(self.stopped_by)} while it was still {self.phase}"
 
     async def run(self) -> None:
         try:
             await self._serve()
         finally:
             # Calls that were under way ended with the gateway, behind the last look at a live ledger.
-            self._count()
+            if self.served:
+                self.served.lines.last_look()
 
     async def _serve(self) -> None:
         async with Fleet(self.recipe, self.run_dir, on_phase=self._phase, training=False) as fleet:
@@ -154,13 +189,7 @@ class _Session:
                 self.writer.event("serving", url=fleet.gateway_url, timings_s=fleet.timings_s, probe=fleet.probe)
                 self.writer.status(phase="serving", url=fleet.gateway_url, desk=str(path))
                 _say(greeting(self.recipe, self.run_dir, fleet.gateway_url, fleet.probe))
-                self.served = True
-
-                def count() -> None:
-                    lines.last_look()
-                    self.calls, self.left_open = lines.calls, desk.open_rollouts()
-
-                self._count = count
+                self.served = _Served(desk, lines)
                 try:
                     async with asyncio.TaskGroup() as tasks:
                         tasks.create_task(lines.follow())
@@ -172,7 +201,9 @@ class _Session:
                         await lines.look()
 
     def _phase(self, phase: str) -> None:
-        if not self.stopping:
+        if self.stopped_by is None:
+            self.phase = phase
+            self._ending |= phase == _STOPPING
             self.writer.status_soon(phase=phase)
         print(phase, file=sys.stderr, flush=True)
 

@@ -112,7 +112,7 @@ def run_sweep(
         code = runner.tell(result)
         worst = worst or code
         index = write_index(sweep.folder)
-        if result.outcome.status == "killed":
+        if result.outcome.status == "stopped":
             worst = code
             break
     print(f"sweep: {index}")

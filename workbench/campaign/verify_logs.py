@@ -1,8 +1,8 @@
 """Verify logs: what a stored run says of itself in lines, where nothing of it can be recomputed.
 
-In: a run directory. Out: differences for lines and files that are not JSON, for a line without what each has, and for
-what was trained and has no line. Not here: the values of a line; ledgers
-(verify_ledger) and receipts (verify_run), which are held against each other.
+In: a run directory. Out: differences for lines and files that cannot be read, for a line without what each has, and for
+what was trained and has no line; remarks for what was never acknowledged, and for a recipe that is not there. Not here:
+the values of a line; ledgers (verify_ledger) and receipts (verify_run), which are held against each other.
 """
 
 from __future__ import annotations
@@ -12,22 +12,36 @@ from typing import Any
 
 from workbench.campaign.verify_ledger import LEDGER
 from workbench.campaign.verify_report import VerifyReport
-from workbench.runs.condition import broken_status
+from workbench.runs.condition import broken_recipe, broken_status, is_being_written
 from workbench.runs.custody import event_files
 from workbench.runs.damage import lost_log
-from workbench.runs.frames import scan_lines
+from workbench.runs.frames import has_torn_line, scan_lines
+from workbench.runs.writer import RunWriter
 
 _ALWAYS = {"steps.jsonl": {"step", "weight_version", "group_ids"}, "groups.jsonl": {"group_id", "step"}}
 """What every line of a log says."""
+_TORN = (
+    "its last line is torn: whoever wrote it died in the midst of it and told nobody that it exists, so it counts as "
+    "never written. Next: nothing to do; who appends next cuts it off"
+)
+_RESTORE = "Next: restore it from a copy of the run; workbench resume goes by it"
 
 
 def verify_words(run_dir: Path, report: VerifyReport) -> None:
-    """The status, the events and the diagnoses beside the ledgers can be read."""
+    """The status, the recipe, the events and the diagnoses beside the ledgers can be read, to their last lines."""
     for words in broken_status(run_dir):
         report.differs("status.json", None, None, words)
+    for words in broken_recipe(run_dir):
+        report.differs("recipe.yaml", None, None, f"{words}. {_RESTORE}")
+    if not (run_dir / "recipe.yaml").exists():
+        report.remarks.append(f"recipe.yaml: this file is missing, so what the run was to do is not known. {_RESTORE}")
     for path in [run_dir / "events.jsonl", *event_files(run_dir / LEDGER)]:
         for words in scan_lines(path).broken:
             report.differs(str(path.relative_to(run_dir)), None, None, words)
+    if not is_being_written(run_dir):
+        logs = [run_dir / f"{name}.jsonl" for name in RunWriter.FILES]
+        logs += sorted((run_dir / LEDGER).glob("[!.]*.jsonl"))
+        report.remarks += [f"{path.relative_to(run_dir)}: {_TORN}" for path in logs if has_torn_line(path)]
 
 
 def recorded(path: Path, key: str, report: VerifyReport) -> set[Any] | None:

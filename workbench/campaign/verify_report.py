@@ -34,7 +34,8 @@ class Difference:
 class VerifyReport:
     """What was recomputed, and every difference that was found. `ok` when there is none.
 
-    `not_compared` names what the run does not have, and what therefore nothing was held against.
+    `not_compared` names what the run does not have, and what therefore nothing was held against; `remarks` are what
+    else is worth knowing and no difference.
     """
 
     run: str
@@ -47,6 +48,7 @@ class VerifyReport:
     ledger_rows: int = 0
     differences: list[Difference] = field(default_factory=list)
     not_compared: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -68,16 +70,19 @@ class VerifyReport:
         many = "S" if len(self.differences) != 1 else ""
         # Without capture there is nothing that vouches for a token; only the joining of the turns can be repeated.
         holds = "every digest and row holds" if self.receipts else "every row joins again; no receipts, so no digests"
+        remarks = [count(len(self.remarks), "remark")] if self.remarks else []
         verdict = holds if self.ok else f"{len(self.differences):,} DIFFERENCE{many}"
         found = "Verified" if self.ok else "NOT as recorded:"
         return (
             f"{found} {self.run} · {count(self.groups, 'group')} · {count(self.rollouts, 'rollout')} "
             f"({self.rows_valid:,} valid) · {count(self.calls, 'call')} · {count(self.tokens, 'token')} · "
-            f"{' · '.join([verdict, *self.not_compared])}"
+            f"{' · '.join([verdict, *self.not_compared, *remarks])}"
         )
 
     def __str__(self) -> str:
-        lines = [repr(self), *(f"  {difference}" for difference in self.differences[:_SHOWN])]
-        if len(self.differences) > _SHOWN:
-            lines.append(f"  showing {_SHOWN} of {len(self.differences):,} differences; all: .differences")
+        lines = [repr(self)]
+        for what, all_of_it in (("differences", self.differences), ("remarks", self.remarks)):
+            lines += [f"  {'remark: ' * (what == 'remarks')}{each}" for each in all_of_it[:_SHOWN]]
+            if len(all_of_it) > _SHOWN:
+                lines.append(f"  showing {_SHOWN} of {len(all_of_it):,} {what}; all: .{what}")
         return "\n".join(lines)

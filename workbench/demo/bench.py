@@ -24,7 +24,7 @@ import uvicorn
 
 from workbench import runs
 from workbench.capture.staging import MemorySink
-from workbench.errors import StagingError
+from workbench.errors import SetupError, StagingError
 from workbench.finalizer.group import assemble
 from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome, RowSummary
 from workbench.finalizer.parts import write_group
@@ -140,7 +140,7 @@ async def open_bench(
     path = path or Path(tempfile.mkdtemp(prefix="workbench-bench-")) / "bench"
     path.mkdir(parents=True, exist_ok=True)
     lines = path / "script.jsonl"
-    lines.write_bytes(b"\n".join(map(orjson.dumps, script)))
+    lines.write_bytes(b"".join(_line(number, line) for number, line in enumerate(script, start=1)))
     sink = sink if sink is not None else MemorySink()
     config = WorkerConfig(
         model_path=str(TOKENIZER),
@@ -167,6 +167,13 @@ async def open_bench(
                 await gateway.close()
     finally:
         await policy.stop()
+
+
+def _line(number: int, line: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(line) + b"\n"
+    except TypeError as error:
+        raise SetupError(f"Line {number} of the script cannot be written as JSON ({error}): {line!r:.200}") from error
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ class RolloutOutcome(_Message):
 
     `receipt` None means that none was assembled, `failure` then says why; `failures` are the manifest's calls without a
     custody row, which a receipt does not carry. `reward` and its parts are the environment's; None: nobody gave
-    one.
+    one, or the rollout failed before.
     """
 
     rollout_id: str

@@ -67,9 +67,9 @@ def flips(pairs: pl.DataFrame, solved: float) -> pl.DataFrame:
     won, won_other = pl.col("reward") >= solved, pl.col("reward_other") >= solved
     what = (
         pl.when(valid & ~valid_other)
-        .then(pl.format("B rejected: {}", pl.col("cause_other").fill_null("unknown")))
+        .then(pl.format("B rejected: {}", pl.col("why_other").fill_null("unknown")))
         .when(~valid & valid_other)
-        .then(pl.format("A rejected: {}", pl.col("cause").fill_null("unknown")))
+        .then(pl.format("A rejected: {}", pl.col("why").fill_null("unknown")))
         .when(valid & valid_other & won & ~won_other)
         .then(pl.lit("only A solved it"))
         .when(valid & valid_other & ~won & won_other)
@@ -90,8 +90,12 @@ def _prepared(rollouts: pl.DataFrame) -> pl.DataFrame:
         .with_columns(
             pl.int_range(pl.len()).over("task_id", "index").alias("occurrence"),
             (pl.col("sample_mask") == 1).cast(pl.Int64).alias("valid"),
+            pl.when(pl.col("detail").is_null())
+            .then("cause")
+            .otherwise(pl.format("{}: {}", "cause", "detail"))
+            .alias("why"),
         )
-        .select(*_KEY, "rollout_id", "cause", "reward", "valid", "calls", "failed_calls", "tokens", "sampled_tokens")
+        .select(*_KEY, "rollout_id", "why", "reward", "valid", "calls", "failed_calls", "tokens", "sampled_tokens")
     )
 
 

@@ -1,8 +1,9 @@
 """CampaignBoard: a campaign as it runs, read from its run store and nothing else.
 
 In: a run that somebody else writes (or that has ended), or a ledger. Out: state and phase, what is in flight, rates,
-causes, the last error, and the steps as small curves. The live view asks again once a second while it is in sight, at
-most twice a second altogether; opened again, it reads again. The last frame it showed stays in the notebook.
+causes, the last error, and the steps as small curves; of a served run its rollouts and calls instead. The live view
+asks again once a second while it is in sight, at most twice a second altogether; opened again, it reads again. The last
+frame it showed stays in the notebook.
 Invariants: actors print nothing and are asked nothing; only files are read. Not here: what is read (board_frame).
 """
 
@@ -16,7 +17,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from workbench.inspect import html as markup
-from workbench.inspect.board_frame import NO_STEP, board_frame, clock
+from workbench.inspect.board_frame import board_frame, clock
 from workbench.inspect.snapshot import LiveView
 from workbench.inspect.style import BLUE, REJECTED, SAMPLED, bar_list, panels, say_nothing_to_show, step_ticks
 
@@ -45,23 +46,33 @@ class CampaignBoard(LiveView):
 
     def sentence(self) -> str:
         f = self.frame
-        parts = [f"Ledger {f['run']}"] if f["state"] == "ledger" else [f"Campaign {f['run']}", f["state"]]
+        kind = {"campaign": "Campaign", "served": "Served run", "ledger": "Ledger"}[f["what"]]
+        parts = [f"{kind} {f['run']}"] + ([f["state"]] if f["what"] != "ledger" else [])
         if f["state"] == "running" and f["phase"]:
             parts.append(f["phase"])
-        if f["state"] != "ledger":
+        if f["what"] == "campaign":
             parts.append(f"step {f['step']:,}" + (f" of {f['steps']:,}" if f["steps"] is not None else ""))
-        wanted = ("rollouts valid", "rollouts rejected", "reward, last step", "token_in_rate after roots")
+        wanted: tuple[str, ...] = (
+            "rollouts valid",
+            "rollouts rejected",
+            "reward, last step",
+            "token_in_rate after roots",
+        )
+        if f["what"] == "served":
+            wanted = ("rollouts", "calls", "rollouts valid")
         parts += [f"{t['label']} {t['value']}" for t in f["tiles"] if t["label"] in wanted and t["value"] is not None]
         return " · ".join(parts)
 
     def draw(self) -> Figure:
-        if self.frame["state"] == "ledger":
+        if self.frame["what"] == "ledger":
             return _draw_causes(self.frame["causes"])
+        if self.frame["what"] == "served":
+            return _draw_calls(self.frame["calls"])
         series = self.frame["series"]
         steps = series["step"]
         if not steps:
             figure, (empty,) = panels(0.9)
-            say_nothing_to_show(empty, NO_STEP)
+            say_nothing_to_show(empty, self.frame["no_step"])
             return figure
         figure, axes = panels(5.2, rows=3)
         names = (
@@ -92,6 +103,9 @@ class CampaignBoard(LiveView):
             parts.append(markup.table(header, shown))
             if len(shown) < f["in_flight"]:
                 parts.append(markup.line(f"Showing {len(shown)} of {f['in_flight']:,} groups in flight", muted=True))
+        if f["calls"]:
+            counted = [[c["how"], markup.Cell(f"{c['calls']:,}", right=True)] for c in f["calls"]]
+            parts.append(markup.table(("call", "calls"), counted))
         if f["causes"]:
             rejected = [[c["cause"], markup.Cell(f"{c['rollouts']:,}", right=True)] for c in f["causes"]]
             parts.append(markup.table(("rejected for", "rollouts"), rejected))
@@ -137,6 +151,20 @@ def _draw_causes(causes: list[dict[str, Any]]) -> Figure:
         return figure
     more = "" if len(shown) == len(causes) else f", {len(shown)} of {len(causes)} causes"
     bar_list(ax, [row["cause"] for row in shown], [row["rollouts"] for row in shown], f"rollouts rejected for{more}")
+    return figure
+
+
+def _draw_calls(calls: list[dict[str, Any]]) -> Figure:
+    """What a served run has instead of curves: its calls, those that were not captured hatched."""
+    shown = calls[:12]
+    figure, (ax,) = panels(0.9 + 0.32 * max(1, len(shown)))
+    if not shown:
+        say_nothing_to_show(ax, "no call yet; a served run has no steps")
+        return figure
+    bar_list(ax, [row["how"] for row in shown], [row["calls"] for row in shown], "calls")
+    for bar, row in zip(ax.patches, shown, strict=True):
+        if row["captured"]:
+            bar.set(facecolor=BLUE, hatch="")
     return figure
 
 

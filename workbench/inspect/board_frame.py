@@ -1,8 +1,8 @@
 """Board frame: what a campaign is doing now, from nothing but the files of its run.
 
-In: a run (being written, ended or crashed) or a ledger, and the time. Out: one dict of plain values for table, picture
-and live view alike. Invariants: only reads; a number that the files do not hold is None with its reason, never 0; a run
-whose writer is gone has nothing in flight. Not here: how it looks (board).
+In: a run (being written, ended or crashed; a served one too) or a ledger, and the time. Out: one dict of plain values
+for table, picture and live view alike. Invariants: only reads; a number that the files do not hold is None with its
+reason, never 0; a run whose writer is gone has nothing in flight. Not here: how it looks (board).
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ import polars as pl
 
 _LAST_STEPS = 200
 _SHOWN_GROUPS = 12
-_ENDED = frozenset({"group_replaced", "group_evicted"})
+_GIVEN_UP = frozenset({"group_replaced", "group_evicted"})
 _PHASES = ("rollout_s", "train_s", "publish_s", "sync_s")
-NO_STEP = "no optimiser step yet"
-NOT_IN_STEP = "the step has none"
+_NO_STEP = "no optimiser step yet"
+_NOT_IN_STEP = "the step has none"
+_ENDED = {
+    "done": "the run is done",
+    "failed": "the run has failed",
+    "stopped": "the run was stopped",
+    "unreadable": "how the run ended cannot be read",
+}
 
 
 def board_frame(run: Any, now: float) -> dict[str, Any]:
@@ -29,31 +35,65 @@ def board_frame(run: Any, now: float) -> dict[str, Any]:
     events = run.events
     last = steps.row(steps.height - 1, named=True) if steps.height else {}
     flying = _in_flight(events, groups, now) if campaign["state"] == "running" else []
+    calls = _calls(run.calls) if run.served else []
     return {
         "run": campaign["run"],
+        "what": "served" if run.served else "campaign",
         "state": campaign["state"],
+        "ended": _ENDED.get(campaign["state"]),
         "phase": status.get("phase"),
         "step": campaign["steps"],
         "steps": status.get("steps"),
         "error": campaign["error"] or _last_error(events),
         "damage": run.damage,
-        "tiles": _tiles(campaign, last, flying),
+        "tiles": _served_tiles(campaign, run) if run.served else _tiles(campaign, last, flying),
         "flying": flying[:_SHOWN_GROUPS],
         "in_flight": len(flying),
         "causes": _causes(groups),
+        "calls": calls,
+        "no_step": "a served run has no steps" if run.served else _NO_STEP,
         "series": _series(steps),
     }
 
 
+def _served_tiles(campaign: dict[str, Any], run: Any) -> list[dict[str, Any]]:
+    """What a served run has: rollouts and their calls, with a receipt or not yet."""
+    calls, finalised = run.calls, run.rollouts
+    rollouts = calls["rollout_id"].n_unique()
+    rewards = finalised.filter(pl.col("sample_mask") == 1)["reward"].drop_nulls()
+    without = calls.filter(~pl.col("rollout_id").is_in(finalised["rollout_id"].implode()))["rollout_id"].n_unique()
+    after_roots = int((calls["mode"] != "text").fill_null(value=True).sum())
+    token_in = int((calls["mode"] == "token_in").sum())
+    return [
+        _tile("rollouts", f"{rollouts:,}", ""),
+        _tile("calls", f"{calls.height:,}", ""),
+        _tile("calls captured", f"{calls.height - calls['failure_reason'].count():,} of {calls.height:,}", ""),
+        _tile("token_in_rate after roots", f"{token_in / after_roots:.3f}" if after_roots else None, "only roots"),
+        _tile("rollouts without a receipt", f"{without:,}", ""),
+        _tile("rollouts valid", f"{campaign['valid_rollouts']:,} of {campaign['rollouts']:,}", ""),
+        _tile("reward, mean", f"{rewards.mean():.3f}" if rewards.len() else None, "no valid rollout has one"),
+    ]
+
+
+def _calls(calls: pl.DataFrame) -> list[dict[str, Any]]:
+    """How many calls were captured, and as what; the others by their reason."""
+    counts: dict[tuple[bool, str], int] = {}
+    for mode, reason in calls.select("mode", "failure_reason").rows():
+        how = f"not captured: {reason}" if reason else "captured, root" if mode == "text" else f"captured, {mode}"
+        counts[not reason, how] = counts.get((not reason, how), 0) + 1
+    ordered = sorted(counts.items(), key=lambda each: (not each[0][0], -each[1], each[0][1]))
+    return [{"how": how, "captured": captured, "calls": count} for (captured, how), count in ordered]
+
+
 def _tiles(campaign: dict[str, Any], last: dict[str, Any], flying: list[dict[str, Any]]) -> list[dict[str, Any]]:
     running = campaign["state"] == "running"
-    idle = "nothing is in flight" if running else f"the run is {campaign['state']}"
+    idle = "nothing is in flight" if running else _ENDED[campaign["state"]]
     oldest = flying[0] if flying else None
     # Of the whole step: groups that were ready when it began have taken no time of it.
     seconds = sum(last.get(phase) or 0.0 for phase in _PHASES)
     rate = last["sampled_tokens"] / seconds if seconds and last.get("sampled_tokens") is not None else None
     unit = "tokens/s sampled, last step"
-    missing = NOT_IN_STEP if last else NO_STEP
+    missing = _NOT_IN_STEP if last else _NO_STEP
     return [
         _tile("groups in flight", f"{len(flying):,}" if running else None, idle),
         _tile("oldest running rollout", f"{oldest['rollout']}, {clock(oldest['age_s'])}" if oldest else None, idle),
@@ -63,7 +103,7 @@ def _tiles(campaign: dict[str, Any], last: dict[str, Any], flying: list[dict[str
         _tile("staleness (versions), last step", _number(last.get("staleness_max"), ",d"), missing),
         _tile("rollouts valid", f"{campaign['valid_rollouts']:,} of {campaign['rollouts']:,}", ""),
         _tile("groups finalised", f"{campaign['groups']:,}", ""),
-        _tile("weight version", _number(campaign["weight_version"], ",d"), NO_STEP),
+        _tile("weight version", _number(campaign["weight_version"], ",d"), _NO_STEP),
     ]
 
 
@@ -93,7 +133,7 @@ def _in_flight(events: pl.DataFrame, groups: pl.DataFrame, now: float) -> list[d
                 "rollout": rollouts[0],
                 "age_s": max(0.0, now - at),
             }
-        elif kind in _ENDED:
+        elif kind in _GIVEN_UP:
             started.pop(group_id, None)
     return sorted(started.values(), key=lambda group: -group["age_s"])
 
@@ -113,7 +153,7 @@ def _series(steps: pl.DataFrame) -> dict[str, list[Any]]:
 
 
 def _last_error(events: pl.DataFrame) -> str | None:
-    found = events.filter(pl.col("kind").is_in(["failed", "group_replaced", "rollout_rejected", "interrupted"]))
+    found = events.filter(pl.col("kind").is_in(["failed", "group_replaced", "rollout_rejected"]))
     if found.is_empty():
         return None
     event = orjson.loads(found["fields"][-1])
@@ -128,7 +168,9 @@ def _ledger_frame(ledger: Any) -> dict[str, Any]:
     why = "a ledger holds custody rows only"
     return {
         "run": ledger.path.name,
+        "what": "ledger",
         "state": "ledger",
+        "ended": "a ledger: custody rows only",
         "phase": None,
         "step": 0,
         "steps": None,
@@ -143,6 +185,8 @@ def _ledger_frame(ledger: Any) -> dict[str, Any]:
         "flying": [],
         "in_flight": 0,
         "causes": sorted(causes, key=lambda row: (-row["rollouts"], row["cause"])),
+        "calls": [],
+        "no_step": "a ledger has no steps",
         "series": {"step": []},
     }
 

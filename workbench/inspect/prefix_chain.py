@@ -182,6 +182,8 @@ class PrefixChain(LiveView):
     def to_text(self) -> str:
         """The tree as plain lines for a terminal, one a call, indented where a path forks."""
         lines = [self.sentence()]
+        if self.custody.state == "rejected":
+            lines.append(f"Custody: {self.custody.sentence()}")
         for place in self.places[: self.max_rows]:
             row = self._rows[place.call]
             mark = (

@@ -48,6 +48,7 @@ class PoisonTable(LiveView):
                 pl.col("call_id").first(),
                 pl.col("position").first(),
                 pl.col("detail").first(),
+                pl.col("detail").drop_nulls().n_unique().cast(pl.Int64).alias("details"),
             )
             .sort(["rollouts", "cause"], descending=[True, False])
         )
@@ -183,13 +184,15 @@ class PoisonTable(LiveView):
         first, last = row["first_step"], row["last_step"]
         where = place_of(row["call_id"], row["position"], row["example"]).removeprefix("–")
         steps = "–" if first is None else str(first) if first == last else f"{first}–{last}"
+        more = row["details"] > 1
+        others = markup.count(row["details"] - 1, "other detail")
         return [
             markup.Cell(row["cause"], strong=True, under=explain(row["cause"])),
             markup.Cell(f"{row['rollouts']:,}", right=True),
             markup.Cell(f"{row['rollouts'] / self.total:.1%}", right=True),
             steps,
             markup.Cell(row["example"], under=where),
-            markup.Cell(row["detail"] or "", muted=True),
+            markup.Cell(row["detail"] or "", muted=True, under=f"and {others}; all: .rejected" if more else ""),
         ]
 
     @staticmethod

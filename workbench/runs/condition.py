@@ -1,7 +1,14 @@
 """Condition: what a run says of itself, and whether somebody still writes it.
 
 In: a run directory. Out: its status, its recipe, whether a writer holds it. Invariant: only reads; what is missing or
-cannot be parsed is said as such, not raised, because a crashed run must open.
+cannot be parsed is said as such, not raised, because a crashed run must open. A run's state is told in these words
+everywhere, stored or shown:
+
+    running      somebody writes it
+    done         it came to its end; of a served run: it was stopped while it served
+    failed       an error ended it
+    stopped      somebody or something ended it: Ctrl-C, a signal, a kill, a machine that went down
+    unreadable   nobody writes it, and what it last said of itself cannot be read
 """
 
 from __future__ import annotations
@@ -12,7 +19,9 @@ from typing import Any
 
 import orjson
 
-_STATES = {"running": "running", "done": "finished", "failed": "failed", "killed": "interrupted"}
+ENDED = ("done", "failed", "stopped")
+_OLD_WORDS = {"killed": "stopped"}
+"""Runs that were stored before 0.1.0 say so."""
 
 
 def read_status(run_dir: Path) -> dict[str, Any]:
@@ -22,18 +31,19 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 def broken_status(run_dir: Path) -> list[str]:
     """One sentence where what the campaign last said of itself cannot be read."""
-    return [f"{run_dir / 'status.json'} is not a JSON object"] if _stored_status(run_dir) is None else []
+    return [f"{run_dir / 'status.json'} is not a readable JSON object"] if _stored_status(run_dir) is None else []
 
 
 def state_of(run_dir: Path) -> tuple[str, str | None]:
     """What became of a run (`state` of table campaigns), and what ended it, where something did."""
     status = read_status(run_dir)
-    state = _STATES.get(str(status.get("status")), "running")
-    if state != "running" or is_being_written(run_dir):
-        return state, status.get("error")
+    if status.get("status") in ENDED:
+        return str(status["status"]), status.get("error")
+    if is_being_written(run_dir):
+        return "running", status.get("error")
     if broken_status(run_dir):
-        return "unknown", "status.json cannot be read, so how the run ended is not known"
-    return "interrupted", status.get("error") or "the process that wrote this run is gone"
+        return "unreadable", "status.json cannot be read, so how the run ended is not known"
+    return "stopped", status.get("error") or "the process that wrote this run is gone"
 
 
 def _stored_status(run_dir: Path) -> dict[str, Any] | None:
@@ -42,22 +52,42 @@ def _stored_status(run_dir: Path) -> dict[str, Any] | None:
         tree = orjson.loads((run_dir / "status.json").read_bytes())
     except FileNotFoundError:
         return {}
-    except orjson.JSONDecodeError:
+    except (OSError, orjson.JSONDecodeError):
         return None
-    return tree if isinstance(tree, dict) else None
+    if not isinstance(tree, dict):
+        return None
+    word = tree.get("status")
+    return tree | {"status": _OLD_WORDS[word]} if isinstance(word, str) and word in _OLD_WORDS else tree
 
 
 def read_recipe(run_dir: Path) -> dict[str, Any] | None:
     """The recipe as the run stored it; `{}` where it stored none, None for a file that is no recipe."""
+    stored = _stored_recipe(run_dir)
+    return None if isinstance(stored, str) else stored
+
+
+def broken_recipe(run_dir: Path) -> list[str]:
+    """One sentence where the recipe that the run stored cannot be read."""
+    stored = _stored_recipe(run_dir)
+    return [f"{run_dir / 'recipe.yaml'} {stored}"] if isinstance(stored, str) else []
+
+
+def _stored_recipe(run_dir: Path) -> dict[str, Any] | str:
+    """`{}` where none was stored, words for what is none."""
     import yaml
 
     try:
         tree = yaml.safe_load((run_dir / "recipe.yaml").read_text())
     except FileNotFoundError:
         return {}
-    except (yaml.YAMLError, UnicodeDecodeError):
-        return None
-    return tree if isinstance(tree, dict) else None
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    except yaml.MarkedYAMLError as error:
+        at = "" if error.problem_mark is None else f" at line {error.problem_mark.line + 1}"
+        return f"is not YAML ({error.problem}{at})"
+    except (yaml.YAMLError, ValueError) as error:  # a date that there is not is a ValueError
+        return f"is not YAML ({' '.join(str(error).split())})"
+    return tree if isinstance(tree, dict) else f"is no recipe (expected keys and values, got {type(tree).__name__})"
 
 
 def is_being_written(run_dir: Path) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from workbench.errors import LedgerCorrupt, RunStoreError
 from workbench.ledger.resolve import CustodyRow, FailureRow
 from workbench.ledger.rows import parse_row
+from workbench.runs.finding import is_run
 from workbench.runs.frames import Signature, read_lines, scan_lines, signature
 from workbench.runs.relations import relate
 
@@ -45,6 +46,16 @@ def ledger_files(directory: Path) -> list[Path]:
     """The ledger files of a directory, by rollout id; hidden files and directories are no ledgers."""
     found = (path for path in directory.glob(f"*{SUFFIX}") if not path.name.startswith("."))
     return sorted(path for path in found if not path.is_dir())
+
+
+def is_ledger(directory: Path) -> bool:
+    """Whether a directory holds ledgers and is no run."""
+    return directory.is_dir() and not is_run(directory) and bool(ledger_files(directory))
+
+
+def holds_records(directory: Path) -> bool:
+    """Whether a directory holds a run or ledgers."""
+    return is_run(directory) or is_ledger(directory)
 
 
 def event_files(directory: Path) -> list[Path]:

@@ -17,7 +17,7 @@ from workbench.runs.frames import Parts, Signature, has_torn_line, signature
 
 _TORN = "its last line is torn"
 _PART = " part of table "
-_LOG = " of this finished run were trained"
+_LOG = " were trained and the run is done"
 
 
 class DamagedParts:

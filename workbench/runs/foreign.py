@@ -18,11 +18,11 @@ import polars as pl
 
 from workbench.errors import RunStoreError, WorkbenchError
 from workbench.ledger import LedgerStore, assemble_receipt
-from workbench.runs.custody import broken_events, ledger_files, ledger_rows, rollout_of
+from workbench.runs.custody import broken_events, holds_records, is_ledger, ledger_files, ledger_rows, rollout_of
 from workbench.runs.damage import in_short, torn_lines
 from workbench.runs.finding import find
 from workbench.runs.frames import frame_of
-from workbench.runs.reader import Run, holds_records, is_ledger, open
+from workbench.runs.reader import Run, open
 from workbench.runs.relations import relate
 from workbench.wire import Cause, RolloutReceipt
 

@@ -25,8 +25,15 @@ import polars as pl
 
 from workbench.errors import RunStoreError
 from workbench.runs import frames
-from workbench.runs.condition import broken_status, is_being_written, read_recipe, read_status, state_of
-from workbench.runs.custody import Ledgers, known_calls, ledger_files
+from workbench.runs.condition import (
+    broken_recipe,
+    broken_status,
+    is_being_written,
+    read_recipe,
+    read_status,
+    state_of,
+)
+from workbench.runs.custody import Ledgers, holds_records, is_ledger, known_calls, ledger_files
 from workbench.runs.damage import DamagedParts, in_short, lost_log, torn_lines
 from workbench.runs.finding import find, is_run, no_run
 from workbench.runs.gathered import TABLES, Gathered
@@ -40,16 +47,6 @@ _JOURNALS = ("steps", "groups", "events")
 
 # A valid row without a receipt's terminal was echoed: there was nothing to verify it by.
 _IS_VERIFIED = ((pl.col("sample_mask") == 1) & pl.col("terminal_selection").is_not_null()).fill_null(False)
-
-
-def is_ledger(directory: Path) -> bool:
-    """Whether a directory holds ledgers and is no run."""
-    return directory.is_dir() and not is_run(directory) and bool(ledger_files(directory))
-
-
-def holds_records(directory: Path) -> bool:
-    """Whether a directory holds a run or ledgers."""
-    return is_run(directory) or is_ledger(directory)
 
 
 def open(path: str | PathLike[str]) -> Run:
@@ -84,10 +81,12 @@ class Run:
 
     def __repr__(self) -> str:
         row = self.campaign.row(0, named=True)
-        steps, groups = (f"{row[name]} {name[:-1] if row[name] == 1 else name}" for name in ("steps", "groups"))
+        counts = {"calls": self.calls.height} if self.served else {"steps": row["steps"]}
+        counts["groups"] = row["groups"]
+        did = " · ".join(f"{many} {name[:-1] if many == 1 else name}" for name, many in counts.items())
         version = "" if row["weight_version"] is None else f" · weight version {row['weight_version']}"
         return (
-            f"Run {row['run']} · {row['state']} · {steps} · {groups} · "
+            f"{'Served run' if self.served else 'Run'} {row['run']} · {row['state']} · {did} · "
             f"{row['valid_rollouts']} of {row['rollouts']} rollouts valid{version}{in_short(self.damage, self.path)}"
         )
 
@@ -101,7 +100,7 @@ class Run:
         told = [words for name in _JOURNALS for words in self._scanned(name).broken]
         told += broken_status(self.path)
         if self._stored_recipe() is None:
-            told.append(f"{self.path / 'recipe.yaml'} is not YAML")
+            told += broken_recipe(self.path)
         told += self._ledgers.broken()
         if not is_being_written(self.path):
             files = [self.path / f"{name}.jsonl" for name in _JOURNALS] + ledger_files(self.path / "ledger")
@@ -283,6 +282,12 @@ class Run:
         return read_status(self.path)
 
     @property
+    def served(self) -> bool:
+        """Whether an agent of somebody's own was served here: there are rollouts and calls then, and no steps."""
+        said = self.status.get("command") == "serve"
+        return said or any(event.get("kind") == "serving" for event in self._lines("events"))
+
+    @property
     def recipe(self) -> dict[str, Any]:
         """The recipe as the run stored it; `{}` where it stored none that can be read."""
         return self._stored_recipe() or {}
@@ -291,7 +296,7 @@ class Run:
         return self._cached("recipe", [self.path / "recipe.yaml"], lambda: read_recipe(self.path))
 
     def _lost_logs(self) -> list[str]:
-        """One sentence for each log of a finished run that names nothing of what was trained."""
+        """One sentence for each log that names nothing of what was trained, where the run is done."""
         if self.status.get("status") != "done":
             return []
         trained = {"step": len(self._parts("train")), "group": self._stored("train")["group_id"].n_unique()}

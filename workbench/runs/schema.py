@@ -59,7 +59,7 @@ C = Column
 CAMPAIGNS = (
     C("run", "str", "", "name of the run, the first part of every rollout id"),
     C("path", "str", "", "run directory"),
-    C("state", "str", "", "running, finished, failed, interrupted, or unknown: status.json cannot be read"),
+    C("state", "str", "", "running, done, failed, stopped, or unreadable: status.json cannot be read"),
     C("started_at", "f64", "s", "Unix time of the first event"),
     C("finished_at", "f64", "s", "Unix time of the last event of a closed run"),
     C("model", "str", "", "model the policy started from"),
@@ -151,7 +151,7 @@ ROLLOUTS = (
     C("rollout_id", "str", "", "rollout; also the key of its training row"),
     C("index", "i64", "", "place in the group, from 0"),
     C("task_id", "str", "", "task it tried"),
-    C("reward", "f64", "", "reward of the environment; null: none was given"),
+    C("reward", "f64", "", "reward of the environment; null: none was given, or the rollout failed before"),
     C("reward_components", "json", "", "name -> part of the reward"),
     C("sample_mask", "i64", "", "1: trains; 0: placeholder without a vote"),
     C(

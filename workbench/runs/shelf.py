@@ -2,7 +2,7 @@
 
     run_directories("reports") ─► overview(…) ─► one row a run: status, step, reward, token_in_rate
 
-A run whose process is gone without a last word was killed, whatever its status file still says; one that nobody can
+A run whose process is gone without a last word was stopped, whatever its status file still says; one that nobody can
 read is a row with its error. Runs of a sweep lie one level deeper and are found too. Only reads.
 """
 
@@ -18,16 +18,9 @@ from workbench.errors import RunStoreError
 from workbench.runs import reader
 from workbench.runs.damage import in_short
 
-_WORDS = {
-    "running": "running",
-    "finished": "done",
-    "failed": "failed",
-    "interrupted": "killed",
-    "unknown": "unreadable",
-}
 COLUMNS = {
     "run": pl.String,
-    "status": pl.String,  # done, failed, killed, running, unreadable
+    "status": pl.String,  # a state of `runs.condition`
     "resumed": pl.Int64,  # how often it was stopped and gone on with
     "step": pl.Int64,  # null, as `steps` is, of a served run: nothing is trained there
     "steps": pl.Int64,  # what its recipe asks for
@@ -67,10 +60,10 @@ def _read(run: reader.Run) -> dict[str, Any]:
     campaign, steps, calls, rollouts = run.campaign.row(0, named=True), run.steps, run.calls, run.rollouts
     token_in = int((calls["mode"] == "token_in").sum())
     roots = int((calls["mode"] == "text").sum())
-    served = run.status.get("command") == "serve"
+    served = run.served
     return {
         "run": run.name,
-        "status": _WORDS[campaign["state"]],
+        "status": campaign["state"],
         "resumed": int(run.status.get("resumed") or 0),
         "step": None if served else steps["step"].max() or 0,
         "steps": None if served else (run.recipe.get("train") or {}).get("steps"),

@@ -27,6 +27,7 @@ import orjson
 
 from workbench.errors import RunStoreError, SetupError
 from workbench.runs import schema
+from workbench.runs.finding import is_run
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
@@ -101,7 +102,7 @@ def write_lines(path: Path, rows: Sequence[Any]) -> None:
 
 def refuse_taken(run_dir: Path) -> None:
     """Raise SetupError where `run_dir` holds a run that a new one would write into."""
-    if (run_dir / "steps.jsonl").exists():
+    if is_run(run_dir):
         raise SetupError(f"{run_dir} already holds a run. Next: choose another name (--run NAME), or move it away.")
 
 

@@ -28,7 +28,8 @@ from typing import Any, Literal
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from workbench.errors import SetupError
+from workbench import own_code
+from workbench.errors import SetupError, first_fault
 
 FAULTS = ("nan_logprob", "few_logprobs", "no_logprobs", "no_ids", "no_prompt_ids", "raise", "die")
 Fault = Literal["nan_logprob", "few_logprobs", "no_logprobs", "no_ids", "no_prompt_ids", "raise", "die"]
@@ -70,22 +71,51 @@ class Script:
         if callable(source):
             self._function = source
         elif ":" in str(source) and not Path(source).exists():
-            module, name = str(source).split(":", 1)
-            self._function = getattr(importlib.import_module(module), name)
+            self._function = _load(str(source))
         else:
             self._lines = _read_lines(Path(source))
 
     def reply(self, rollout_id: str, messages: list[dict[str, Any]]) -> ScriptLine:
-        """The next reply of this rollout; untagged requests share the rollout id ''."""
+        """The next reply of this rollout; untagged requests share the rollout id ''.
+
+        Raises SetupError where the script has none, or its function raises or gives what is no line.
+        """
         number = self._calls[rollout_id]
         self._calls[rollout_id] += 1
         if self._function is not None:
-            return ScriptLine.model_validate(self._function(rollout_id, number, messages))
+            return self._asked(self._function, rollout_id, number, messages)
         fitting = [line for line in self._lines if line.rollout and fnmatch.fnmatchcase(rollout_id, line.rollout)]
         fitting = fitting or [line for line in self._lines if line.rollout is None]
         if not fitting:
             raise SetupError(f"The script has no line for rollout {rollout_id!r}. Next: add one without a pattern.")
         return fitting[min(number, len(fitting) - 1)]
+
+    @staticmethod
+    def _asked(function: ReplyFunction, rollout_id: str, number: int, messages: list[dict[str, Any]]) -> ScriptLine:
+        whose = (
+            f"The script's function{own_code.place_of(function)}, asked for call {number} of rollout {rollout_id!r},"
+        )
+        try:
+            line: Any = function(rollout_id, number, messages)
+        except Exception as error:
+            raise SetupError(f"{whose} raised {own_code.raised(error)}") from error
+        if not isinstance(line, dict):
+            raise SetupError(f"{whose} returned {own_code.a(line)}; expected a line as a dict, like {{'text': 'Yes.'}}")
+        try:
+            return ScriptLine.model_validate(line)
+        except ValidationError as error:
+            raise SetupError(f"{whose} returned what is no line: {first_fault(error)}") from error
+
+
+def _load(source: str) -> ReplyFunction:
+    module, name = source.split(":", 1)
+    try:
+        function: Any = getattr(importlib.import_module(module), name)
+    except Exception as error:  # somebody's module may raise anything while it is imported
+        raise SetupError(f"The script {source!r} cannot be loaded: {own_code.raised(error)}") from error
+    if not callable(function):
+        raise SetupError(f"The script {source!r} is {own_code.a(function)}; expected a function, or a JSONL file")
+    return function
 
 
 def _read_lines(path: Path) -> list[ScriptLine]:
@@ -98,7 +128,9 @@ def _read_lines(path: Path) -> list[ScriptLine]:
         if line.strip():
             try:
                 lines.append(ScriptLine.model_validate(orjson.loads(line)))
-            except (ValidationError, ValueError) as error:
+            except ValidationError as error:
+                raise SetupError(f"{path}, line {number}: {first_fault(error)}") from error
+            except ValueError as error:
                 raise SetupError(f"{path}, line {number}: {error}") from error
     return lines
 

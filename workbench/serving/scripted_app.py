@@ -23,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from workbench.errors import CallRefused
+from workbench.errors import CallRefused, SetupError
 from workbench.serving.scripted import ChatParams, Script, ScriptedParams
 from workbench.wire.headers import ROLLOUT_HEADER
 
@@ -83,6 +83,8 @@ class ScriptedApp:
         """
         try:
             return await self._begin(request, as_chat(asked))
+        except SetupError as error:  # the script's fault, and not the request's
+            return _refuse(500, str(error))
         except (LookupError, TypeError, ValueError, AttributeError, TemplateError) as error:
             return _refuse(400, f"The request cannot be read: {type(error).__name__}: {error}")
 

@@ -14,14 +14,24 @@ from workbench.campaign.environments import base
 from workbench.campaign.environments.add_up import AddUp
 from workbench.campaign.environments.base import AgentResult, Environment, Message, Reward, Task
 from workbench.campaign.environments.file_fix import FileFix
+from workbench.campaign.environments.fit import task_of, unfit
 from workbench.campaign.environments.guess_number import GuessNumber
 from workbench.campaign.environments.misbehave import Misbehaving
 from workbench.campaign.environments.say_briefly import SayBriefly
-from workbench.errors import RecipeError
+from workbench.errors import RecipeError, WorkbenchError
 from workbench.nearest import did_you_mean
 from workbench.recipe_schema import Misbehave, Recipe
 
-__all__ = ["ENVIRONMENTS", "AgentResult", "Environment", "Message", "Reward", "Task", "make_environment"]
+__all__ = [
+    "ENVIRONMENTS",
+    "AgentResult",
+    "Environment",
+    "Message",
+    "Reward",
+    "Task",
+    "make_environment",
+    "task_seed",
+]
 
 ENVIRONMENTS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {
     AddUp.name: AddUp,
@@ -32,24 +42,51 @@ ENVIRONMENTS: dict[str, Callable[[Mapping[str, Any]], Environment]] = {
 
 
 def make_environment(recipe: Recipe) -> Environment:
-    """The environment that a recipe names. Raises RecipeError on an unknown name, option or option value."""
+    """The environment that a recipe names.
+
+    Raises RecipeError on an unknown name, option or option value, and for one of your own that does not `fit`: its
+    first task is asked for.
+    """
     settings = recipe.environment
-    make = _own(settings.name) if own_code.names_own_code(settings.name) else ENVIRONMENTS.get(settings.name)
+    if own_code.names_own_code(settings.name):
+        return _misbehaving(_own(settings.name, settings.options, task_seed(recipe, 0)), recipe)
+    make = ENVIRONMENTS.get(settings.name)
     if make is None:
         hint, names = did_you_mean(settings.name, ENVIRONMENTS), ", ".join(ENVIRONMENTS)
         raise RecipeError(
             f"environment.name: no environment {settings.name!r}{hint} Allowed: {names}, or {own_code.FORMS}"
         )
-    environment = make(settings.options)
-    if settings.misbehave == Misbehave():
+    return _misbehaving(make(settings.options), recipe)
+
+
+def task_seed(recipe: Recipe, number: int) -> int:
+    """Of the task of group `number`: the same in every run with the recipe's seed."""
+    return recipe.seed * 1_000_003 + number
+
+
+def _misbehaving(environment: Environment, recipe: Recipe) -> Environment:
+    shares = recipe.environment.misbehave
+    if shares == Misbehave():
         return environment
-    return Misbehaving(environment, settings.misbehave, window_tokens=recipe.model.max_model_len)
+    if environment.min_calls < 1:
+        raise RecipeError(f"environment.misbehave: {environment.name} may make no call (min_calls 0), so no fault fits")
+    return Misbehaving(environment, shares, window_tokens=recipe.model.max_model_len)
 
 
-def _own(path: str) -> Callable[[Mapping[str, Any]], Environment]:
+def _own(path: str, options: Mapping[str, Any], seed: int) -> Environment:
     found = own_code.load(path, "environment.name:")
     missing = [part for part in ("name", "min_calls", "task", "run", "reward") if not hasattr(found, part)]
     if not isinstance(found, type) or missing:
         what = f"it lacks {', '.join(missing)}" if missing else "it is no class"
         raise RecipeError(f"environment.name: {path!r} is no environment: {what}; see `Environment` in {base.__name__}")
-    return found
+    try:
+        environment: Environment = found(options)
+    except WorkbenchError:
+        raise
+    except (Exception, SystemExit) as error:
+        what = f"cannot be made from environment.options: {own_code.raised(error)}"
+        raise RecipeError(f"environment.name: {path!r} {what}") from error
+    fault = unfit(environment) or task_of(environment, seed)
+    if isinstance(fault, str):
+        raise RecipeError(f"environment.name: {path!r}: {fault}; see `Environment` in {base.__name__}")
+    return environment

@@ -30,19 +30,19 @@ class Misbehaving:
     def __init__(self, inner: Environment, shares: Misbehave, window_tokens: int) -> None:
         self.name = inner.name
         self.min_calls = inner.min_calls
-        self._inner = inner
+        self.inner = inner
         self._shares = shares
         self._window_tokens = window_tokens
 
     def lacking(self) -> str:
         """What the environment inside lacks on this machine."""
-        return str(getattr(self._inner, "lacking", str)())
+        return str(getattr(self.inner, "lacking", str)())
 
     def task(self, seed: int) -> Task:
-        return self._inner.task(seed)
+        return self.inner.task(seed)
 
     def reward(self, task: Task, result: AgentResult) -> Reward:
-        return self._inner.reward(task, result)
+        return self.inner.reward(task, result)
 
     async def run(self, client: AsyncOpenAI, model: str, task: Task, rng: random.Random) -> AgentResult:
         fault = self._draw(rng)
@@ -52,7 +52,9 @@ class Misbehaving:
             client, fault, rng.randrange(first, self.min_calls), self._shares.stream, self._window_tokens, rng
         )
         # Only `chat.completions.create` is used by agents here, so this is the whole client to them.
-        result = await self._inner.run(cast(AsyncOpenAI, _Client(completions)), model, task, rng)
+        result = await self.inner.run(cast(AsyncOpenAI, _Client(completions)), model, task, rng)
+        if not isinstance(result, AgentResult):  # whoever asked says what is wrong with it
+            return result
         return dataclasses.replace(result, misbehaved=fault if completions.committed else None)
 
     def _draw(self, rng: random.Random) -> str | None:

@@ -46,8 +46,10 @@ def sampler(name: str, staleness: int | None = None, **options: Any) -> Sampler:
         options["max_staleness"] = staleness
     try:
         return chosen(**options)
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"sampler {name} does not take {options}: {error}") from error
+    except RecipeError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise RecipeError(f"sampler {name} does not take {options}: {own_code.raised(error)}") from error
 
 
 def _imported(path: str) -> type[Sampler]:

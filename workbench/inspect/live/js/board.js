@@ -31,6 +31,7 @@ function buildBoard(shell) {
     ["rejected for", (row) => row.cause], ["rollouts", (row) => row.rollouts.toLocaleString("en-US"), "n"],
     ["", (row) => h("span", { class: "wb-fill bad", style: `width:${Math.max(3, (120 * row.rollouts) / Math.max(1, model.get("frame").causes[0].rollouts))}px` })],
   ], { page: 6 });
+  const calls = new Table(shell, [["call", (row) => row.how], ["calls", (row) => row.calls.toLocaleString("en-US"), "n"]], { page: 12 });
   const names = ["reward_mean", "token_in_rate_after_roots", "valid_row_rate", "staleness_max"];
   const words = { reward_mean: "reward by step", token_in_rate_after_roots: "token_in rate after roots", valid_row_rate: "valid rows / rows", staleness_max: "staleness (versions)" };
   let asked = 0, answered = 0, first = 0, timer = null;
@@ -42,6 +43,9 @@ function buildBoard(shell) {
       h("b", { text: tile.value === null ? `– ${tile.why}` : tile.value }), h("span", { text: tile.label }))));
     curves.replaceChildren(...[names[first % names.length], names[(first + 1) % names.length]].map((name) => curve(frame.series, name)));
     phases.replaceChildren(phaseBar(frame.series));
+    curves.hidden = phases.hidden = frame.what === "served";
+    calls.node.hidden = !frame.calls.length;
+    calls.show(frame.calls);
     flying.node.hidden = !frame.flying.length;
     flying.show(frame.flying, frame.in_flight);
     causes.node.hidden = !frame.causes.length;
@@ -51,10 +55,10 @@ function buildBoard(shell) {
     const { damage } = frame;
     damaged.textContent = damage.length
       ? `left out, ${count(damage.length, "line")} that cannot be read: ${damage.slice(0, 3).join("; ")}${damage.length > 3 ? `; and ${damage.length - 3} more` : ""}` : "";
-    if (frame.state !== "running") note.textContent = frame.state === "ledger" ? "a ledger: custody rows only" : `the run is ${frame.state}; this is its last frame`;
+    if (frame.state !== "running") note.textContent = frame.what === "ledger" ? frame.ended : `${frame.ended}; this is its last frame`;
   }
 
-  function noStep() { return model.get("frame").state === "ledger" ? "a ledger has no steps" : "no optimiser step yet"; }
+  function noStep() { return model.get("frame").no_step; }
 
   function curve(series, name) {
     const steps = series.step ?? [];
@@ -113,7 +117,7 @@ function buildBoard(shell) {
     ["[", "previous cause", () => causes.move(-1)],
     ["r", "read again now", ask],
   ]);
-  shell.body.append(title, note, tiles, phases, curves, flying.node, causes.node, problem, damaged,
+  shell.body.append(title, note, tiles, phases, curves, calls.node, flying.node, causes.node, problem, damaged,
     h("div", { class: "wb-legend" }, h("span", { text: `read from the run's files, at most ${count(2, "time")} a second` }), h("span", { text: "? keys" })));
   shell.watch("frame", show);
   show();

@@ -1,0 +1,97 @@
+"""Looking: what shows runs that are there, and checks them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+import orjson
+
+from workbench.campaign.commands.given import RUN, RUN_HELP, say
+
+_SHOWN = 20
+
+
+@click.command("ls")
+@click.argument("folder", required=False, type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line, for programs.")
+def list_runs(folder: Path | None, as_json: bool) -> None:
+    """List runs: status, step, reward, token_in, rejected rollouts.
+
+    FOLDER is where they lie; default: reports/, here or in a folder above. Runs of a sweep are listed too. token_in is
+    the share of the calls after a rollout's first that went on from its exact tokens; --json has more columns.
+    """
+    from workbench.campaign.listing import list_lines, listing
+    from workbench.recipe_schema import Reports
+    from workbench.runs.finding import find
+    from workbench.runs.shelf import run_directories
+
+    table = listing(folder or find(Reports().dir, lambda place: bool(run_directories(place))))
+    for line in table.iter_rows(named=True) if as_json else ():
+        click.echo(orjson.dumps(line))
+    for text in [] if as_json else list_lines(table):
+        say(text, 2)
+
+
+@click.command(epilog=RUN_HELP)
+@RUN
+def report(run_dir: Path) -> None:
+    """Execute the notebook of a stored run or sweep again."""
+    from workbench.campaign import runner
+    from workbench.campaign.sweep import write_index
+    from workbench.runs.sweeps import SWEEP_FILE
+
+    click.echo(write_index(run_dir) if (run_dir / SWEEP_FILE).is_file() else runner.report(run_dir))
+
+
+@click.command(epilog=RUN_HELP)
+@RUN
+@click.argument("rollout", required=False)
+def inspect(run_dir: Path, rollout: str | None) -> None:
+    """Describe a run, or one rollout of it: calls, chain, custody.
+
+    RUN may also be a directory of ledgers, as a NeMo Gym run leaves one.
+    """
+    from workbench import runs
+    from workbench.runs.damage import in_short
+
+    stored = runs.open_any(run_dir)
+    if rollout is None:
+        damage = stored.damage
+        click.echo(repr(stored).removesuffix(in_short(damage, stored.path)))
+        for words in damage[:_SHOWN]:
+            say(f"  left out: {words}", 4)
+        return
+    from workbench.inspect import PrefixChain
+    from workbench.runs.drift import drift_frame, sentences
+
+    click.echo(PrefixChain(stored, rollout).to_text())
+    for sentence in sentences(drift_frame(stored, rollout)):
+        click.echo(sentence)
+
+
+@click.command(epilog=RUN_HELP)
+@RUN
+def verify(run_dir: Path) -> None:
+    """Recompute every digest and row of a stored run.
+
+    Exit 1 when one does not hold, or when there is nothing to verify yet.
+    """
+    from workbench.campaign import verify_run
+
+    result = verify_run.verify_run(run_dir)
+    click.echo(result)
+    sys.exit(0 if result.ok and not result.empty else 1)
+
+
+@click.command()
+@click.argument("paths", nargs=-1, required=True, metavar="PATH...", type=click.Path(exists=True, path_type=Path))
+def conformance(paths: tuple[Path, ...]) -> None:
+    """Run conformance corpora: JSONL files, or directories of them.
+
+    Exit 1 when a case fails.
+    """
+    from workbench.campaign import conformance as corpora
+
+    sys.exit(corpora.main(list(paths)))
