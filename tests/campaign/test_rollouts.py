@@ -95,6 +95,29 @@ async def test_the_loop_goes_on_while_a_reward_is_computed(make: Callable[..., A
     assert (await playing).reward == 1.0
 
 
+async def test_a_task_that_cannot_be_had_is_a_sentence_and_one_that_never_comes_holds_nobody_up() -> None:
+    never = threading.Event()
+
+    def task(seed: int) -> Task:
+        if seed == 2:
+            raise KeyError("words")
+        never.wait(20.0 if seed == 3 else 0.0)
+        return Task(f"t-{seed}", seed, {})
+
+    player = captured(lambda: 1.0, timeout_s=0.5)
+    player._environment.task = task  # type: ignore[method-assign]
+    try:
+        assert await player.task(1) == Task("t-1", 1, {})
+        place = f"{Path(__file__).name}:{task.__code__.co_firstlineno + 2}"
+        assert await player.task(2) == f"task(2) raised KeyError: 'words' at {place}"
+        waiting = asyncio.create_task(player.task(3))
+        assert await player.task(4) == Task("t-4", 4, {}) and not waiting.done()
+        assert await waiting == "task(3) did not come within rollouts.timeout_s=0.5"
+    finally:
+        never.set()
+        await player.close()
+
+
 @pytest.mark.parametrize("make", [captured, echoed])
 async def test_rewards_that_never_come_cost_their_rollouts_the_vote_and_hold_nobody_else_up(
     make: Callable[..., AgentRunner],

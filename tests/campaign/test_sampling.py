@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from workbench.campaign.environments import Task, make_environment, task_seed
+from workbench.campaign.environments import Task, task_seed
 from workbench.campaign.sampling import RolloutPump
 from workbench.campaign.supply import Supply
 from workbench.campaign.watch import Watch
@@ -68,7 +67,10 @@ class Bench:
             evicted=0,
             rejections={},
         )
-        self.pump = RolloutPump(self.state, self, make_environment(self.recipe))  # type: ignore[arg-type]
+        self.pump = RolloutPump(self.state, self)  # type: ignore[arg-type]
+
+    async def task(self, seed: int) -> Task | str:
+        return Task(f"t-{seed}", seed, {})
 
     async def play(self, plan: Any) -> RolloutOutcome:
         self.playing.add(plan.rollout_id)
@@ -159,25 +161,21 @@ async def test_a_task_that_fails_costs_its_group_and_not_the_campaign():
     bench = Bench("train.groups_per_step=2", "train.steps=1")
     played: dict[str, Any] = {}
 
-    def task(seed: int) -> Task:
-        if seed == task_seed(bench.recipe, 1):
-            raise KeyError("words")
-        return Task(f"t-{seed}", seed, {})
+    async def task(seed: int) -> Task | str:
+        return "no words left" if seed == task_seed(bench.recipe, 1) else Task(f"t-{seed}", seed, {})
 
     async def play(plan: Any) -> RolloutOutcome:
         played[plan.rollout_id] = plan.task
         return RolloutOutcome(rollout_id=plan.rollout_id, index=plan.index, task_id=plan.task_id)
 
-    bench.pump._environment = SimpleNamespace(task=task)  # type: ignore[assignment]
-    bench.play = play  # type: ignore[method-assign]
+    bench.task, bench.play = task, play  # type: ignore[method-assign]
     pump = asyncio.create_task(bench.pump.run())
     assert len(await asyncio.wait_for(bench.supply.take(2, 0), 10)) == 2
     await bench.versions.confirm(1)
     await asyncio.wait_for(pump, 10)
     assert [played[f"run.{group}.0.0"] for group in (0, 1)] == [
-        task(task_seed(bench.recipe, 0)),
-        f"task({task_seed(bench.recipe, 1)}) raised KeyError: 'words' at {Path(__file__).name}:"
-        f"{task.__code__.co_firstlineno + 2}",
+        await task(task_seed(bench.recipe, 0)),
+        "no words left",
     ]
     started = [e for e in bench.events if e["kind"] == "group_started"]
     assert [e["task_id"] for e in started] == [f"t-{task_seed(bench.recipe, 0)}", None]

@@ -110,7 +110,7 @@ class Campaign:
             training = TrainPump(state, left.steps_done)
             if left.segments:
                 await catch_up(state, training, left)
-            await self._run_pumps(RolloutPump(state, player, self.environment, left), training)
+            await self._run_pumps(RolloutPump(state, player, left), training)
             await self._sweep_up()
         except BaseExceptionGroup as group:
             failure = first_cause(group)

@@ -57,7 +57,7 @@ class RolloutPlan:
 class AgentRunner(ABC):
     """Runs agents against one gateway and scores what they leave behind; how a rollout is closed is its subclass's.
 
-    `timeout_s` bounds one agent from its first request to its last, and then its reward.
+    `timeout_s` bounds a task, one agent from its first request to its last, and then its reward.
     """
 
     def __init__(
@@ -92,18 +92,25 @@ class AgentRunner(ABC):
             base_url=f"{self._gateway_url}{path}", api_key="unused", http_client=self._http, max_retries=0
         )
 
+    async def task(self, seed: int) -> Task | str:
+        """The task of a seed, or one sentence saying why there is none."""
+        return await self._in_time(lambda: fit.task_of(self._environment, seed), f"task({seed})")
+
     async def _scored(self, plan: RolloutPlan, result: AgentResult | None, error: str | None) -> Reward | str:
         """The reward of a rollout, or one sentence saying why it has none: `error` where it has failed before."""
         if error is not None or result is None or isinstance(plan.task, str):
             return error or "the agent left nothing to score"
         task = plan.task
-        # In a thread: a reward is code that we did not write, and all other rollouts wait for this loop. In one of its
-        # own: a reward that never comes back would keep one of the few that the loop's other work needs.
+        return await self._in_time(lambda: self._score(task, result), "its reward")
+
+    async def _in_time(self, work: Callable[[], T], what: str) -> T | str:
+        # In a thread: this is code that we did not write, and all other rollouts wait for this loop. In one of its
+        # own: what never comes back would keep one of the few that the loop's other work needs.
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await _in_own_thread(lambda: self._score(task, result))
+                return await _in_own_thread(work)
         except TimeoutError:
-            return f"its reward did not come within rollouts.timeout_s={self._timeout_s:g}"
+            return f"{what} did not come within rollouts.timeout_s={self._timeout_s:g}"
 
     def _score(self, task: Task, result: AgentResult) -> Reward | str:
         try:
@@ -214,5 +221,5 @@ def _in_own_thread(work: Callable[[], T]) -> asyncio.Future[T]:
         with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
             loop.call_soon_threadsafe(settle, value)
 
-    threading.Thread(target=body, name="workbench-reward", daemon=True).start()
+    threading.Thread(target=body, name="workbench-own-code", daemon=True).start()
     return future

@@ -17,8 +17,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
 
-from workbench.campaign.environments import Environment, task_seed
-from workbench.campaign.environments.fit import task_of
+from workbench.campaign.environments import task_seed
 from workbench.campaign.left_off import NOTHING_YET, LeftOff, OpenGroup
 from workbench.campaign.rollouts import AgentRunner, RolloutPlan
 from workbench.campaign.state import CampaignState
@@ -35,12 +34,9 @@ class RolloutPump:
     Of a stopped run the groups that were `left` open come first: finished ones are published again, the others played.
     """
 
-    def __init__(
-        self, state: CampaignState, player: AgentRunner, environment: Environment, left: LeftOff = NOTHING_YET
-    ) -> None:
+    def __init__(self, state: CampaignState, player: AgentRunner, left: LeftOff = NOTHING_YET) -> None:
         self._state = state
         self._player = player
-        self._environment = environment
         self._steps_done = left.steps_done
         self._left_open = deque(left.open_groups)
         self._next_group = left.next_group
@@ -132,7 +128,7 @@ class RolloutPump:
         state, train = self._state, self._state.recipe.train
         group_id = f"g{number:05d}"
         seed = task_seed(state.recipe, number)
-        task = task_of(self._environment, seed)
+        task = await self._player.task(seed)
         plans = [
             RolloutPlan(run=state.fleet.run_dir.name, group=number, index=index, attempt=attempt, task=task)
             for index in range(train.rollouts_per_group)
