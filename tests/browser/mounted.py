@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, Page
 from workbench.inspect.live.widget import LiveWidget, stylesheet
 
 _PAGE = """<!doctype html><meta charset="utf-8"><style>{css}</style>
-<body data-jp-theme-light="true" style="width:1000px"><div id="view"></div>
+<body data-jp-theme-light="{light}" style="width:{width}px;margin:8px"><div id="view"></div>
 <script type="module">
 const traits = {traits};
 for (const [name, value] of Object.entries(traits)) {{
@@ -39,10 +39,13 @@ ready();
 </script>"""
 
 
-def mount(browser: Browser, widget: LiveWidget) -> tuple[Page, float]:
-    """The page with `widget` on it, and the milliseconds until it was painted."""
-    page = browser.new_page(viewport={"width": 1040, "height": 900})
-    page.set_content(_PAGE.format(css=stylesheet(), traits=_script(_traits(widget)), esm=_script(str(widget._esm))))
+def mount(
+    browser: Browser, widget: LiveWidget, *, width: int = 1000, light: bool = True, **context: Any
+) -> tuple[Page, float]:
+    """The page with `widget` on it, in a column of `width` px, and the milliseconds until it was painted."""
+    page = browser.new_page(viewport={"width": width + 40, "height": 900}, **context)
+    parts = {"css": stylesheet(), "traits": _script(_traits(widget)), "esm": _script(str(widget._esm))}
+    page.set_content(_PAGE.format(**parts, width=width, light="true" if light else "false"))
     page.wait_for_function("window.paintMs !== undefined", timeout=30_000)
     return page, float(page.evaluate("window.paintMs"))
 

@@ -1,15 +1,17 @@
-"""A Ray of the campaign's own: a start that was too slow is tried again, and leaves nothing of the first try."""
+"""A Ray of the campaign's own: a start that was too slow is tried again, and leaves nothing of the first try. On a
+cluster, no place is asked for while Ray counts a node that does not answer."""
 
 from __future__ import annotations
 
 import socket
 import subprocess
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import ray
 
-from workbench.campaign.ray_cluster import TOO_SLOW, connect, start_own
+from workbench.campaign.ray_cluster import TOO_SLOW, connect, start_own, wait_for_lost_nodes
 from workbench.config import load_recipe
 from workbench.errors import ComponentDied, SetupError
 
@@ -65,3 +67,37 @@ def test_a_cluster_that_answers_and_lets_nobody_in_is_named_with_what_to_compare
     said = str(refused.value)
     assert said.startswith(f"ray.address: what listens at {address} lets this process not in: Authentication token is")
     assert "RAY_AUTH_TOKEN" in said and "\n" not in said
+
+
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """Ray's list of a node that answers and one whose processes are gone."""
+    with socket.create_server(("127.0.0.1", 0)) as there, socket.socket() as gone:
+        gone.bind(("127.0.0.1", 0))  # nobody listens
+        ports = there.getsockname()[1], gone.getsockname()[1]
+        nodes = [
+            {"NodeID": name * 56, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port, "Alive": True}
+            for name, port in zip("ab", ports, strict=True)
+        ]
+        monkeypatch.setattr(ray, "nodes", lambda: nodes)
+        yield nodes
+
+
+def test_a_lost_node_is_waited_for_until_ray_has_given_it_up(two_nodes: list[dict[str, Any]]) -> None:
+    said: list[str] = []
+
+    def gives_up(words: str) -> None:
+        said.append(words)
+        two_nodes[1]["Alive"] = False
+
+    wait_for_lost_nodes(60.0, gives_up)
+    assert said == ["waiting until Ray gives up node 127.0.0.1 (bbbbbbbb), which does not answer"]
+    wait_for_lost_nodes(60.0, said.append)
+    assert len(said) == 1
+
+
+def test_a_lost_node_that_ray_goes_on_counting_is_named_with_the_next_step(two_nodes: list[dict[str, Any]]) -> None:
+    with pytest.raises(
+        SetupError, match=r"still counts node 127\.0\.0\.1 \(bbbbbbbb\) as alive.* Next: ray stop there"
+    ):
+        wait_for_lost_nodes(0.01, lambda words: None)

@@ -97,7 +97,7 @@ def test_runs_go_in_order_past_a_failed_one_and_the_index_follows_each(tmp_path,
     assert view.table["status"].to_list() == ["done", "failed", "done", "done"]
     assert view.table["train.steps"].to_list() == ["2", "2", "3", "3"]
     assert "4 runs over train.steps, seed · 3 done, 1 failed" in view.sentence()
-    assert view.snapshot().png is not None and "it failed" in view.html()
+    assert view.snapshot().png is not None and "it failed" in view.html() and "None" not in view.html()
 
 
 def test_a_sweep_of_runs_without_a_step_says_so_and_of_very_many_the_first_are_drawn(tmp_path, monkeypatch):
@@ -126,6 +126,7 @@ def test_runs_without_a_reward_have_no_line_and_no_name_for_one(tmp_path):
         shutil.rmtree(tmp_path / name)
     (ax,) = SweepView(tmp_path).figure().axes
     assert [text.get_text() for text in ax.texts] == ["no step of these runs has a reward"]
+    assert repr(SweepView(tmp_path)) == "2 runs · 2 done · none has a reward at the last step"
     assert not ax.lines and ax.get_legend() is None and not ax.get_yticks().size
 
 

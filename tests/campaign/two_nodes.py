@@ -66,18 +66,6 @@ def standing(fleet: Fleet) -> dict[str, list[str]]:
     return where
 
 
-def until_dead(cluster: Any, node: Any) -> None:
-    """Wait until Ray knows that a node is lost; before, it gives its places away once more."""
-    import ray
-
-    ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
-    deadline = time.monotonic() + 120
-    while any(each["Alive"] and each["NodeID"] == node.node_id for each in ray.nodes()):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    ray.shutdown()
-
-
 def a_third_node(folder: Path, cluster: Any) -> dict[str, Any]:
     """One that lacks a package, and is lost with a finalizer as the only part on it."""
     import ray
@@ -161,8 +149,7 @@ async def campaign(folder: Path, cluster: Any, lost: Any, address: str) -> dict[
     seen["verifies"], seen["groups"] = report.ok, report.groups
     steps = runs.open(run_dir).steps.height
 
-    # On the node that is left, from the records alone.
-    await asyncio.to_thread(until_dead, cluster, lost)
+    # On the node that is left, from the records alone, and at once: most often before Ray has given the other one up.
     rest = resumable(run_dir, ["engine.workers=1", f"train.steps={steps + 2}"])
     result = await run_campaign(rest, run_dir, resume=True, make_fleet=ClusterFleet)
     seen["steps_before"], seen["steps_after"] = steps, result.steps

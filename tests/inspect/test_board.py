@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
+import orjson
 import pytest
 from stored_run import StoredRun
 
@@ -204,3 +206,16 @@ def test_durations_are_for_people(seconds, words):
 def test_a_share_is_drawn_between_nothing_and_all():
     rewards, *shares = CampaignBoard(runs.open(recorded_run())).draw().axes
     assert all(ax.get_ylim() == (-0.04, 1.08) for ax in shares) and rewards.get_ylim() != (-0.04, 1.08)
+
+
+def test_steps_without_a_reward_are_said_to_have_none_and_have_no_axis(tmp_path):
+    shutil.copytree(recorded_run(), tmp_path / "run")
+    path = tmp_path / "run" / "steps.jsonl"
+    lines = [orjson.loads(line) | {"reward_mean": None} for line in path.read_bytes().splitlines()]
+    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+    board = CampaignBoard(runs.open(tmp_path / "run"))
+    (tile,) = (tile for tile in board.frame["tiles"] if tile["label"] == "reward, last step")
+    assert tile["value"] is None and tile["why"] == "the step has none"
+    rewards, *shares = board.draw().axes
+    assert [text.get_text() for text in rewards.texts] == ["no step has one"] and not rewards.lines
+    assert all(ax.lines for ax in shares)

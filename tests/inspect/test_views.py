@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from base64 import b64encode
 from io import BytesIO
 from pathlib import Path
@@ -16,6 +17,7 @@ import nbformat
 import numpy as np
 import polars as pl
 import pytest
+from matplotlib.text import Text
 from PIL import Image
 from stored_run import StoredRun, make_run, rewrite_json_line
 
@@ -24,12 +26,14 @@ from workbench.campaign.html_export import export_html
 from workbench.demo import recorded_run
 from workbench.errors import RunStoreError
 from workbench.inspect import (
+    CampaignBoard,
     CaptureRate,
     LogprobDelta,
     PoisonTable,
     PrefixChain,
     RewardCurve,
     RowDiff,
+    SweepView,
     TokenStrip,
     look,
     telling_rollout,
@@ -86,6 +90,39 @@ def outside(figure) -> list[str]:
     boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in words]
     beside = {one for one, a in boxes for other, b in boxes if one != other and a.overlaps(b)}
     return [text for text, box in boxes if box.x0 < 0 or box.x1 > edge or text in beside]
+
+
+NARROW_PX = 440
+"""What a window of 480 px leaves for a picture, in a report and in a notebook."""
+
+
+def unreadable(figure) -> list[str]:
+    """Words that are smaller than nine pixels, or cut, where the picture is scaled to a narrow page."""
+    figure.canvas.draw()
+    renderer, (width, height) = figure.canvas.get_renderer(), figure.bbox.size
+    ticks = [(tick, axis) for ax in figure.axes for axis in (ax.xaxis, ax.yaxis) for tick in axis.get_major_ticks()]
+    beyond = [
+        tick.label1
+        for tick, axis in ticks
+        if not min(axis.get_view_interval()) <= tick.get_loc() <= max(axis.get_view_interval())
+    ]
+    words = [
+        text for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible() and text not in beyond
+    ]
+    boxes = [(text, text.get_window_extent(renderer)) for text in words]
+    small = [text for text in words if text.get_size() / 72 * NARROW_PX / figure.get_figwidth() < 8.9]
+    cut = [text for text, at in boxes if at.x0 < -1 or at.y0 < -1 or at.x1 > width + 1 or at.y1 > height + 1]
+    return [text.get_text() for text in small + cut]
+
+
+def test_every_word_of_a_picture_can_be_read_on_a_narrow_page(run, tmp_path):
+    shutil.copytree(recorded_run(), tmp_path / "one")
+    shutil.copytree(recorded_run(), tmp_path / "other")
+    recorded = runs.open(recorded_run())
+    chains = [PrefixChain(recorded, rollout_id) for rollout_id in recorded.rollouts["rollout_id"]]
+    others = [RowDiff(run, run), CampaignBoard(run), SweepView(tmp_path), *chains]
+    for view in (*views(run), *views(recorded), *others):
+        assert unreadable(view.figure()) == [], view
 
 
 def test_titles_of_many_causes_and_many_versions_stay_in_the_picture(run):
@@ -162,7 +199,7 @@ def test_a_long_chain_is_bounded_and_says_so():
     chain = PrefixChain(pl.DataFrame(rows, infer_schema_length=None))
     data, _ = chain._repr_mimebundle_()
     assert len(chain.places) == 1_204
-    assert "Showing 60 of 1,204 calls drawn and 200 listed" in data["text/html"]
+    assert "Showing 45 of 1,204 calls drawn and 200 listed" in data["text/html"]
     assert sum(len(value) for value in data.values()) < 1_000_000
 
 
@@ -238,7 +275,7 @@ def test_numbers_of_a_difference_are_upstreams_formulas():
 def test_the_bars_of_a_mean_are_not_parted_in_a_narrow_tables_head(run):
     html = LogprobDelta(run).html()
     assert re.search(r"<th [^>]*white-space:nowrap[^>]*>mean \|Δ\|</th>", html)
-    assert len(re.findall("white-space:nowrap", html)) == 1, "longer heads may break"
+    assert len(re.findall("<th [^>]*white-space:nowrap", html)) == 1, "longer heads may break"
 
 
 def test_the_text_before_a_worst_token_is_that_of_its_row_and_not_of_the_sampled_tokens_alone(run):
@@ -404,6 +441,13 @@ def test_a_run_that_trained_nothing_shows_its_rollouts_and_rewards(tmp_path):
     assert all(f"{reward:.3f}" in view.html() for reward in rewards)
     (dots,) = view.draw().axes[0].collections
     assert dots.get_offsets()[:, 1].tolist() == rewards.to_list()
+
+
+def test_a_run_that_trained_without_rewards_does_not_say_that_nothing_was_trained():
+    frame = pl.DataFrame({"rollout_id": ["r"], "sample_mask": [1], "group_id": ["g"], "index": [0], "step": [1]})
+    view = RewardCurve(SimpleNamespace(rollouts=frame.with_columns(reward=pl.lit(None, pl.Float64))))
+    assert repr(view) == "Reward over steps · 1 valid rollout, and no reward was given"
+    assert view.draw().axes[0].texts[0].get_text() == "1 valid rollout, and no reward was given"
 
 
 def test_valid_rollouts_without_a_reward_are_no_empty_run():

@@ -169,6 +169,9 @@ class Fleet:
 
         self._stops.append(("placement", stop))
         deadline_s = recipe.ray.placement_timeout_s + 30.0
+        if recipe.ray.address != "local":
+            settled = partial(ray_cluster.wait_for_lost_nodes, recipe.ray.placement_timeout_s, self._on_phase)
+            await within(asyncio.to_thread(settled), deadline_s, "the Ray cluster", "giving up lost nodes")
         await within(asyncio.to_thread(placement.reserve), deadline_s, "the Ray cluster", "making room")
         if recipe.ray.address != "local":
             describing = asyncio.to_thread(placement.described)

@@ -26,7 +26,8 @@ padding:9px 12px;overflow-x:auto;line-height:1.45}
 .output_png img,.jp-RenderedImage img,img{max-width:100%;height:auto;border-radius:6px;background:#fff}
 blockquote{margin:0 0 1.5em;padding:8px 16px;border-left:4px solid #8a1c4a;background:var(--code)}
 .output_error pre,.output_stderr pre{border-left:3px solid #8a1c4a;padding-left:10px}
-table{border-collapse:collapse}
+table{border-collapse:collapse}.output_html{overflow-x:auto}.dataframe{font-size:12.5px}
+.dataframe :is(th,td){padding:2px 8px;border:1px solid var(--line)}
 .highlight .k,.highlight .kn,.highlight .ow{color:#1f5fa8}.highlight .s1,.highlight .s2{color:#3f8f6b}
 .highlight .c1{color:var(--soft);font-style:italic}.highlight .mi,.highlight .mf,.highlight .kc{color:#b35c00}
 @media(prefers-color-scheme:dark){.highlight .k,.highlight .kn,.highlight .ow{color:#7fb2e8}

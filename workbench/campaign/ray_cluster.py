@@ -13,6 +13,7 @@ import os
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from workbench.errors import ComponentDied, SetupError
 from workbench.places import make_ray_directory
 
 REACH_WITHIN_S = 5.0
+_NODE_ANSWERS_S = 2.0
+_ASK_AGAIN_S = 0.5
 ONE_TRY_S = 60.0
 """What one try to start a Ray takes at the most: Ray's own 30 s for its processes, and what stands around them."""
 TOO_SLOW = "timed out during startup"
@@ -145,6 +148,40 @@ def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
             "token here as there (RAY_AUTH_TOKEN, as ray get-auth-token prints it), the same version of Ray, and this "
             "machine one of its nodes (docs/cluster.md)."
         ) from error
+
+
+def wait_for_lost_nodes(within_s: float, on_wait: Callable[[str], None]) -> None:
+    """Wait until every node that Ray counts as alive answers at its port; blocks. `on_wait` is told which do not.
+
+    Of a machine that fell silent Ray learns after half a minute, and until then it would place actors there. Raises
+    SetupError naming the nodes that are still counted after `within_s`.
+    """
+    deadline = time.monotonic() + within_s
+    said = ""
+    while silent := ", ".join(_name(node) for node in alive_nodes() if not _answers(node)):
+        if silent != said:
+            on_wait(f"waiting until Ray gives up {silent}, which does not answer")
+            said = silent
+        if time.monotonic() >= deadline:
+            raise SetupError(
+                f"the Ray cluster still counts {silent} as alive, and nothing has answered there for {within_s:g} s "
+                "(ray.placement_timeout_s), so actors placed there would be lost. Next: ray stop there or switch that "
+                "machine off, and try again when ray status no longer lists it; or open its ports (docs/cluster.md)."
+            )
+        time.sleep(_ASK_AGAIN_S)
+
+
+def _answers(node: dict[str, Any]) -> bool:
+    """Whether the process that starts actors on a node takes connections."""
+    try:
+        with socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=_NODE_ANSWERS_S):
+            return True
+    except OSError:
+        return False
+
+
+def _name(node: dict[str, Any]) -> str:
+    return f"node {node['NodeManagerAddress']} ({node['NodeID'][:8]})"
 
 
 def alive_nodes() -> list[dict[str, Any]]:

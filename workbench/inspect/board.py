@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from workbench.inspect.live.board import BoardWidget
 
 KEEP_EVERY_S = 5.0
+NONE_IN_STEPS = "no step has one"
 
 
 class CampaignBoard(LiveView):
@@ -67,9 +68,13 @@ class CampaignBoard(LiveView):
             return _draw_causes(self.frame["causes"])
         if self.frame["what"] == "served":
             return _draw_calls(self.frame["calls"])
-        figure, axes = panels(2.4, columns=3)
         series = self.frame["series"]
         steps = series["step"]
+        if not steps:
+            figure, (empty,) = panels(0.9)
+            say_nothing_to_show(empty, self.frame["no_step"])
+            return figure
+        figure, axes = panels(5.2, rows=3)
         names = (
             ("reward_mean", "reward", BLUE, "o"),
             ("token_in_rate_after_roots", "token_in rate after roots", SAMPLED, "s"),
@@ -77,15 +82,15 @@ class CampaignBoard(LiveView):
         )
         for ax, (name, title, colour, marker) in zip(axes, names, strict=True):
             ax.set_title(title)
-            if not steps:
-                say_nothing_to_show(ax, self.frame["no_step"])
+            if all(value is None for value in series[name]):
+                say_nothing_to_show(ax, NONE_IN_STEPS)
                 continue
             values = [np.nan if value is None else value for value in series[name]]
             ax.plot(steps, values, color=colour, marker=marker, ms=4, lw=1.8)
             if name != "reward_mean":
                 ax.set_ylim(-0.04, 1.08)  # shares: an axis of its own would reach above 1
-            ax.set_xlabel("optimiser step")
             step_ticks(ax, steps)
+            ax.set_xlabel("optimiser step" if ax is axes[-1] else "")
         return figure
 
     def html(self) -> str:

@@ -17,6 +17,7 @@ _SHOWN_GROUPS = 12
 _GIVEN_UP = frozenset({"group_replaced", "group_evicted"})
 _PHASES = ("rollout_s", "train_s", "publish_s", "sync_s")
 _NO_STEP = "no optimiser step yet"
+_NOT_IN_STEP = "the step has none"
 _ENDED = {
     "done": "the run is done",
     "failed": "the run has failed",
@@ -92,13 +93,14 @@ def _tiles(campaign: dict[str, Any], last: dict[str, Any], flying: list[dict[str
     seconds = sum(last.get(phase) or 0.0 for phase in _PHASES)
     rate = last["sampled_tokens"] / seconds if seconds and last.get("sampled_tokens") is not None else None
     unit = "tokens/s sampled, last step"
+    missing = _NOT_IN_STEP if last else _NO_STEP
     return [
         _tile("groups in flight", f"{len(flying):,}" if running else None, idle),
         _tile("oldest running rollout", f"{oldest['rollout']}, {clock(oldest['age_s'])}" if oldest else None, idle),
-        _tile(unit, None if rate is None else f"{rate:,.1f}", _NO_STEP),
-        _tile("token_in_rate after roots", _number(last.get("token_in_rate_after_roots"), ".3f"), _NO_STEP),
-        _tile("reward, last step", _number(last.get("reward_mean"), ".3f"), _NO_STEP),
-        _tile("staleness (versions), last step", _number(last.get("staleness_max"), ",d"), _NO_STEP),
+        _tile(unit, None if rate is None else f"{rate:,.1f}", missing),
+        _tile("token_in_rate after roots", _number(last.get("token_in_rate_after_roots"), ".3f"), missing),
+        _tile("reward, last step", _number(last.get("reward_mean"), ".3f"), missing),
+        _tile("staleness (versions), last step", _number(last.get("staleness_max"), ",d"), missing),
         _tile("rollouts valid", f"{campaign['valid_rollouts']:,} of {campaign['rollouts']:,}", ""),
         _tile("groups finalised", f"{campaign['groups']:,}", ""),
         _tile("weight version", _number(campaign["weight_version"], ",d"), _NO_STEP),

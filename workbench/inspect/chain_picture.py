@@ -1,7 +1,7 @@
 """Chain picture: cards for calls, lines for prefixes, one row a root-to-leaf path.
 
-In: call rows and their places. Out: a matplotlib figure of notebook width. A path longer than a band of five cards goes
-on in the next band, as text wraps. Channels: the terminal chain has a thick blue frame and a thick link, side calls
+In: call rows and their places. Out: a matplotlib figure of one width. A path longer than a band of three cards goes on
+in the next band, as text wraps. Channels: the terminal chain has a thick blue frame and a thick link, side calls
 thin grey ones, failed and unresolved calls a dashed frame, calls that could be the last a double one and a word. The
 bar in a card is the call's delta, hatched where it was carried, solid where it was sampled, to one scale over the
 rollout. Not here: which call stands where.
@@ -29,17 +29,21 @@ from workbench.inspect.style import (
     PAPER,
     REJECTED,
     SAMPLED,
+    SMALL,
     new_figure,
 )
 
-BAND = 5
+BAND = 3
 _MARGIN = 0.12
 _PITCH_X = (FIGURE_WIDTH_IN - 2 * _MARGIN) / BAND
-_CARD_W = _PITCH_X - 0.26
-_CARD_H = 0.74
-_PITCH_Y = 1.06
-_BAND_GAP = 0.12
-_LEGEND_H = 0.42
+_CARD_W = _PITCH_X - 0.24
+_CARD_H = 1.02
+_PITCH_Y = 1.36
+_BAND_GAP = 0.1
+_LEGEND_H = 0.56
+_LINE_H = 0.15
+_WORDS = 22
+"""Characters that a card is wide."""
 
 _LABELS = {
     "chain": "terminal chain",
@@ -155,7 +159,7 @@ def _draw_head(
         )
     colour = BLUE if row["relation"] == "chain" else REJECTED if row.get("failure_reason") else INK
     weight = "bold" if row["relation"] == "chain" else "normal"
-    ax.text(spot.x + 0.02, spot.y + _CARD_H + 0.05, label, fontsize=7.6, color=colour, weight=weight, va="bottom")
+    ax.text(spot.x + 0.02, spot.y + _CARD_H + 0.05, label, fontsize=SMALL, color=colour, weight=weight, va="bottom")
 
 
 def _draw_card(ax: Axes, row: dict[str, Any], spot: _Spot, scale: int) -> None:
@@ -175,19 +179,19 @@ def _draw_card(ax: Axes, row: dict[str, Any], spot: _Spot, scale: int) -> None:
     left, right, top = spot.x + 0.08, spot.x + _CARD_W - 0.08, spot.y + _CARD_H - 0.08
     text_colour = INK if on_chain or failed else "#52606d"
     title = f"#{row['order']}  {short_id(row['model_call_id'], row['rollout_id'])}"
+    weight = "bold" if on_chain else "normal"
+    ax.text(left, top, title, fontsize=9, weight=weight, color=text_colour, va="top", zorder=5)
     version = "" if row["weight_version"] is None else f"v{row['weight_version']}"
     side = " · ".join(part for part in (row["mode"], version) if part)
-    ax.text(
-        left, top, title, fontsize=7.6, weight="bold" if on_chain else "normal", color=text_colour, va="top", zorder=5
-    )
-    ax.text(right, top, side, fontsize=6.6, color=text_colour, va="top", ha="right", zorder=5)
     if failed:
-        _draw_failure(ax, row, left, top)
+        _draw_failure(ax, row, left, top, side)
         return
     _draw_bar(ax, row, left, top - 0.27, right - left, scale)
-    ax.text(left, top - 0.33, _tokens(row), fontsize=6.9, color=text_colour, va="top", zorder=5)
+    for i, words in enumerate((*_tokens(row), side)):
+        at = top - 0.32 - _LINE_H * i
+        ax.text(left, at, words, fontsize=SMALL, color=text_colour, va="top", zorder=5)
     end = " · ".join(part for part in (row["finish_reason"], (row["digest"] or "")[:8]) if part)
-    ax.text(left, spot.y + 0.06, end, fontsize=6.9, color=MUTED, va="bottom", zorder=5, family="DejaVu Sans Mono")
+    ax.text(left, spot.y + 0.06, end, fontsize=SMALL, color=MUTED, va="bottom", zorder=5)
 
 
 def _draw_contender(ax: Axes, spot: _Spot) -> None:
@@ -202,8 +206,8 @@ def _draw_contender(ax: Axes, spot: _Spot) -> None:
         zorder=6,
     )
     ax.add_patch(inner)
-    right = spot.x + _CARD_W - 0.08
-    ax.text(right, spot.y + 0.065, "last call?", fontsize=7.2, color=REJECTED, va="bottom", ha="right", zorder=6)
+    right, beside_sampled = spot.x + _CARD_W - 0.08, spot.y + _CARD_H - 0.4 - _LINE_H
+    ax.text(right, beside_sampled, "last call?", fontsize=SMALL, color=REJECTED, va="top", ha="right", zorder=6)
 
 
 def _draw_bar(ax: Axes, row: dict[str, Any], x: float, y: float, width: float, scale: int) -> None:
@@ -220,49 +224,55 @@ def _draw_bar(ax: Axes, row: dict[str, Any], x: float, y: float, width: float, s
     )
 
 
-def _draw_failure(ax: Axes, row: dict[str, Any], left: float, top: float) -> None:
-    for i, text in enumerate(_wrap(str(row["failure_reason"]), 27)[:2]):
-        ax.text(left, top - 0.22 - 0.145 * i, text, fontsize=7.2, color=REJECTED, va="top", zorder=5)
-    if row.get("detail"):
-        detail = str(row["detail"])
-        detail = detail if len(detail) <= 32 else detail[:31] + "…"
-        ax.text(left, top - 0.51, detail, fontsize=6.2, color=MUTED, va="top", zorder=5)
+def _draw_failure(ax: Axes, row: dict[str, Any], left: float, top: float, side: str) -> None:
+    reason = _wrap(str(row["failure_reason"]), _WORDS)[:2]
+    detail = str(row.get("detail") or "")
+    detail = detail if len(detail) <= _WORDS else detail[: _WORDS - 1] + "…"
+    for i, words in enumerate([*reason, detail, side]):
+        colour = REJECTED if i < len(reason) else MUTED
+        ax.text(left, top - 0.22 - _LINE_H * i, words, fontsize=SMALL, color=colour, va="top", zorder=5)
 
 
 def _draw_legend(ax: Axes, rows: Sequence[dict[str, Any]], height: float, drawn: int, total: int, chain: str) -> None:
-    """Only what occurs: marks that no card shows are not explained."""
-    y, x = height - 0.24, _MARGIN
+    """Tokens in one line, calls in the next, and only what occurs: marks that no card shows are not explained."""
     split = any(row["sampled_tokens"] is not None for row in rows)
     marks: list[tuple[bool, str, dict[str, Any]]] = [
         (split, "carried into the prompt", {"facecolor": CARRY, "edgecolor": MUTED, "hatch": "//////"}),
         (split, "sampled by the policy", {"facecolor": SAMPLED, "edgecolor": "none"}),
         (not split, "tokens added", {"facecolor": FAINT, "edgecolor": "none"}),
     ]
+    y, x = height - 0.18, _MARGIN
     for occurs, words, look in marks:
         if occurs:
             ax.add_patch(Rectangle((x, y), 0.3, 0.09, lw=0, **look))
-            ax.text(x + 0.36, y + 0.045, words, fontsize=7.4, va="center")
-            x += 1.9
+            x = _explain(ax, x, y, words)
     lines = [
         (any(row["relation"] == "chain" for row in rows), chain, BLUE, "-", 2.6),
         (any(row.get("failure_reason") for row in rows), "not captured", REJECTED, (0, (3, 2)), 1.2),
     ]
+    y, x = height - 0.38, _MARGIN
     for occurs, words, colour, style, width in lines:
         if occurs:
             ax.plot([x, x + 0.3], [y + 0.045] * 2, color=colour, lw=width, ls=style)
-            ax.text(x + 0.36, y + 0.045, words, fontsize=7.4, va="center")
-            x += 0.75 + 0.062 * len(words)
+            x = _explain(ax, x, y, words)
     if drawn < total:
         note = f"showing {drawn:,} of {total:,} calls"
-        ax.text(FIGURE_WIDTH_IN - _MARGIN, y + 0.045, note, fontsize=7.4, va="center", ha="right", color=REJECTED)
+        ax.text(FIGURE_WIDTH_IN - _MARGIN, y + 0.045, note, fontsize=SMALL, va="center", ha="right", color=REJECTED)
 
 
-def _tokens(row: dict[str, Any]) -> str:
+def _explain(ax: Axes, x: float, y: float, words: str) -> float:
+    """What the mark at `x` means; returns where the next one may stand."""
+    ax.text(x + 0.36, y + 0.045, words, fontsize=SMALL, va="center")
+    return x + 0.66 + 0.068 * len(words)
+
+
+def _tokens(row: dict[str, Any]) -> tuple[str, str]:
+    """Two lines of a card."""
     if row["delta_len"] is None:
-        return "no tokens recorded"
+        return "no tokens recorded", ""
     if row["sampled_tokens"] is None:
-        return f"+{row['delta_len']:,} tokens, {row['cum_len']:,} in all"
-    return f"+{row['delta_len'] - row['sampled_tokens']:,} carry  +{row['sampled_tokens']:,} sampled"
+        return f"+{row['delta_len']:,} tokens", f"{row['cum_len']:,} in all"
+    return f"+{row['delta_len'] - row['sampled_tokens']:,} carried", f"+{row['sampled_tokens']:,} sampled"
 
 
 def _wrap(text: str, width: int) -> list[str]:

@@ -23,13 +23,16 @@ from workbench.inspect.style import (
     MUTED,
     REJECTED,
     SAMPLED,
-    legend_beside_title,
+    SMALL,
+    legend_under_title,
     panels,
     say_nothing_to_show,
     step_ticks,
 )
 
 _SHOWN = 40
+_LINE = 64
+"""Characters that stand beside one another in a panel."""
 
 
 class CaptureRate(StaticView):
@@ -69,16 +72,16 @@ class CaptureRate(StaticView):
             figure, (empty,) = panels(0.9)
             say_nothing_to_show(empty, "no optimiser step has been recorded")
             return figure
-        figure, (rates, rows) = panels(4.2, rows=2, height_ratios=[1.1, 1])
+        figure, (rates, rows) = panels(4.6, rows=2, height_ratios=[1.1, 1])
         for name, label, colour, marker, style in (
             ("token_in_rate_after_roots", "after roots", BLUE, "o", "-"),
             ("token_in_rate", "all calls (roots are text)", SAMPLED, "s", "--"),
         ):
             values = [np.nan if v is None else v for v in self.steps[name].to_list()]
             rates.plot(steps, values, color=colour, marker=marker, ls=style, lw=1.8, ms=5, label=label)
-        rates.set_title("token_in rate: calls that continue an exact recorded prefix")
+        rates.set_title("token_in rate: calls on an exact recorded prefix")
         rates.set_ylim(-0.04, 1.08)
-        legend_beside_title(rates)
+        legend_under_title(rates)
         step_ticks(rates, steps)
 
         valid = np.array(self.steps["valid"].to_list())
@@ -95,13 +98,14 @@ class CaptureRate(StaticView):
             label="placeholder, no vote",
             lw=0.8,
         )
-        for step, ok, bad in zip(steps, valid, rejected, strict=True):
-            if len(steps) <= 24:
-                rows.text(step, ok + bad, f"{ok}/{ok + bad}", ha="center", va="bottom", fontsize=7.5)
+        said = [f"{ok}/{ok + bad}" for ok, bad in zip(valid, rejected, strict=True)]
+        if len(steps) * (1 + max(map(len, said))) <= _LINE:
+            for step, count, words in zip(steps, valid + rejected, said, strict=True):
+                rows.text(step, count, words, ha="center", va="bottom", fontsize=SMALL)
         rows.set_title("training rows")
         rows.set_xlabel("optimiser step")
         rows.set_ylim(0, max(1, int((valid + rejected).max())) * 1.18)
-        legend_beside_title(rows)
+        legend_under_title(rows)
         step_ticks(rows, steps)
         return figure
 
@@ -128,9 +132,12 @@ class RewardCurve(StaticView):
         self.unplaced = _unplaced(valid)
         self.rollouts = valid.drop_nulls(["step", "reward"]).sort("step", "group_id", "index")
         self.untrained = (
-            valid.select("rollout_id", "reward") if self.rollouts.is_empty() and not self.unplaced else valid.clear()
+            valid.clear() if valid["step"].count() or self.unplaced else valid.select("rollout_id", "reward")
         )
         """Valid rollouts of a run of which no step has trained any; their reward is null where none was given."""
+        placed = valid.drop_nulls("step").height
+        self.unrewarded = f"{markup.count(placed, 'valid rollout')}, and no reward was given" if placed else ""
+        """What is said of a run that trained rollouts none of which has a reward."""
         self.steps = (
             self.rollouts.group_by("step")
             .agg(
@@ -148,7 +155,7 @@ class RewardCurve(StaticView):
             mean = f"mean {rewards.mean():.3f} of {rewards.size:,} with a reward" if rewards.size else "no reward given"
             return f"Reward · {markup.count(self.untrained.height, 'valid rollout')}, none trained · {mean}"
         if self.steps.is_empty():
-            return f"Reward over steps · {self.unplaced or 'no valid rollout yet'}"
+            return f"Reward over steps · {self.unplaced or self.unrewarded or 'no valid rollout yet'}"
         first, last = self.steps["mean"][0], self.steps["mean"][-1]
         return (
             f"Reward over {markup.count(self.steps.height, 'step')} · mean {first:.3f} at the first, "
@@ -183,13 +190,13 @@ class RewardCurve(StaticView):
                 xytext=(0, 8),
                 textcoords="offset points",
                 ha="center",
-                fontsize=8.5,
+                fontsize=SMALL,
                 weight="bold",
                 color=INK,
             )
         ax.set_title("reward")
         ax.set_xlabel("optimiser step")
-        legend_beside_title(ax)
+        legend_under_title(ax)
         step_ticks(ax, steps)
         return figure
 
@@ -199,7 +206,8 @@ class RewardCurve(StaticView):
         if all(reward is None for reward in rewards):
             figure, (ax,) = panels(0.9)
             said = f"{markup.count(len(rewards), 'valid rollout')}, and no reward was given" if rewards else ""
-            say_nothing_to_show(ax, said or self.unplaced or "no valid rollout has been finalised yet")
+            nothing = self.unplaced or self.unrewarded or "no valid rollout has been finalised yet"
+            say_nothing_to_show(ax, said or nothing)
             return figure
         figure, (ax,) = panels(3.1)
         at = list(range(1, len(rewards) + 1))
@@ -230,7 +238,8 @@ class RewardCurve(StaticView):
             for row in self.steps.to_dicts()
         ]
         header = ("step", "mean", "std", "best", "valid rows")
-        return markup.block(markup.line(self.sentence(), strong=True), markup.table(header, rows))
+        table = [markup.table(header, rows)] if rows else []
+        return markup.block(markup.line(self.sentence(), strong=True), *table)
 
 
 def _unplaced(rollouts: pl.DataFrame) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 _FONT = "font-family:ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace"
 _CELL = "padding:3px 10px 3px 0;text-align:left;vertical-align:top;border:none"
+_PROSE_CH = 24
 _RIGHT = "padding:3px 10px 3px 0;text-align:right;vertical-align:top;border:none;font-variant-numeric:tabular-nums"
 
 
@@ -52,15 +53,22 @@ def _head(name: str) -> str:
     return f'<th style="{_CELL};border-bottom:1px solid rgba(128,128,128,.5){whole}">{escape(name)}</th>'
 
 
+def _own_width(*lines: str) -> str:
+    """On a narrow page a table scrolls; squeezed, its sentences would be a word a line, and names end at a hyphen."""
+    if max(map(len, lines)) > _PROSE_CH:
+        return f";min-width:{_PROSE_CH}ch"
+    return ";white-space:nowrap" if any("-" in line[1:] and " " not in line for line in lines) else ""
+
+
 def _cell(cell: Cell | str) -> str:
     if isinstance(cell, str):
-        return f'<td style="{_CELL}">{escape(cell)}</td>'
+        return f'<td style="{_CELL}{_own_width(cell)}">{escape(cell)}</td>'
     body = escape(cell.text)
     if cell.strong:
         body = f"<b>{body}</b>"
     if cell.under:
         body += f'<br><span style="opacity:.7">{escape(cell.under)}</span>'
-    style = _RIGHT if cell.right else _CELL
+    style = (_RIGHT if cell.right else _CELL) + _own_width(cell.text, cell.under)
     if cell.muted:
         style += ";opacity:.6"
     return f'<td style="{style}">{body}</td>'

@@ -24,7 +24,8 @@ from workbench.inspect.style import (
     MARKERS,
     SAMPLED,
     SERIES,
-    legend_beside_title,
+    SMALL,
+    legend_under_title,
     panels,
     say_nothing_to_show,
 )
@@ -40,7 +41,7 @@ WORST = 12
 WORST_LIVE = 300
 _CONTEXT = 8
 _ABOVE = 20
-"""Points between a panel and its title, for a line of words or a legend."""
+"""Points between a panel and its title, for a line of words."""
 _REACH = 2
 """Sampled tokens by which a shift is looked for."""
 LABELS = {"shift_by_one": "shift", "temperature": "temperature", "truncated_support": "truncated support"}
@@ -159,7 +160,7 @@ class LogprobDelta(LiveView):
         )
 
     def draw(self) -> Figure:
-        figure, (spread, place) = panels(3.4, columns=2, width_ratios=[1.15, 1])
+        figure, (spread, place) = panels(5.6, rows=2)
         if self.numbers.tokens == 0:
             say_nothing_to_show(spread, self.why_empty)
             say_nothing_to_show(place, "nothing by position")
@@ -186,7 +187,7 @@ class LogprobDelta(LiveView):
         spread.set_xlabel("nat; both ends gather what lies beyond; dashed: the mean")
         spread.set_ylabel("tokens (log scale)")
         for x, side, words in ((0.0, "left", "← trainer less likely"), (1.0, "right", "trainer more likely →")):
-            spread.text(x, 1.02, words, transform=spread.transAxes, ha=side, va="bottom", fontsize=8.5)
+            spread.text(x, 1.02, words, transform=spread.transAxes, ha=side, va="bottom", fontsize=SMALL)
 
         parts = self.by_version()
         # As many as can be told apart; of more, the oldest and the newest ones.
@@ -204,13 +205,13 @@ class LogprobDelta(LiveView):
                 label=label,
             )
         some = "" if len(drawn) == len(parts) else f"; {len(drawn) - 1} of {len(parts) - 1:,} weight versions"
-        place.set_title(f"mean |Δ| by place{some}", pad=_ABOVE)
+        place.set_title(f"mean |Δ| by place{some}")
         place.set_xlabel(
             "sampled token of the row; v: weight version" if len(parts) > 1 else "sampled token of the row"
         )
         place.set_ylabel("nat")
         place.set_ylim(bottom=0)
-        legend_beside_title(place, columns=len(SERIES))
+        legend_under_title(place, columns=len(SERIES))
         return figure
 
     def histogram(self, delta_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

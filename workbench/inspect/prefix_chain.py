@@ -47,7 +47,7 @@ _SHOWN = (
     "drift",
 )
 _LINKS = ("model_call_id", "parent_call_id", "admitted_at", "failure_reason")
-_MOST_TRACKS = 24
+_MOST_TRACKS = 16
 ROOTLESS = frozenset({"failed", "unresolved"})
 
 
@@ -60,7 +60,7 @@ class PrefixChain(LiveView):
     Raises `RunStoreError` for a rollout without calls.
     """
 
-    def __init__(self, source: Any, rollout_id: str | None = None, *, max_calls: int = 60, max_rows: int = 200) -> None:
+    def __init__(self, source: Any, rollout_id: str | None = None, *, max_calls: int = 45, max_rows: int = 200) -> None:
         check_source(source, "PrefixChain")
         check_rollout_id(rollout_id, "PrefixChain")
         check_counts("PrefixChain", max_calls=max_calls, max_rows=max_rows)

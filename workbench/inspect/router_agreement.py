@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from workbench.inspect import html as markup
 from workbench.inspect.snapshot import StaticView
-from workbench.inspect.style import MARKERS, SERIES, legend_beside_title, panels, say_nothing_to_show, step_ticks
+from workbench.inspect.style import MARKERS, SERIES, legend_under_title, panels, say_nothing_to_show, step_ticks
 
 
 class RouterAgreement(StaticView):
@@ -47,10 +47,11 @@ class RouterAgreement(StaticView):
         )
 
     def draw(self) -> Figure:
-        figure, (axes,) = panels(2.6)
         if self.frame.is_empty():
+            figure, (axes,) = panels(0.9)
             say_nothing_to_show(axes, "no routes were replayed")
             return figure
+        figure, (axes,) = panels(2.6 + 0.18 * (self.frame.select("arm", "layer").n_unique() // 3))
         axes.set_title("tokens whose own router agrees with the replayed route")
         axes.set_ylim(-0.04, 1.08)
         if self.frame["step"].n_unique() == 1:
@@ -61,7 +62,7 @@ class RouterAgreement(StaticView):
             name = f"layer {layer}" if len(self.runs) == 1 else f"{arm}, layer {layer}"
             axes.plot(part["step"], part["agreement"], color=colour, marker=marker, lw=1.6, ms=5, label=name)
         axes.set_xlabel("optimiser step")
-        legend_beside_title(axes)
+        legend_under_title(axes)
         step_ticks(axes, sorted(set(self.frame["step"].to_list())))
         return figure
 
@@ -73,7 +74,7 @@ class RouterAgreement(StaticView):
         axes.set_xlabel(f"layer, in optimiser step {self.frame['step'][0]}")
         axes.set_xticks(sorted(set(self.frame["layer"].to_list())))
         if len(self.runs) > 1:
-            legend_beside_title(axes)
+            legend_under_title(axes)
 
     def html(self) -> str:
         rows = []

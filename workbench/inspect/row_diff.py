@@ -26,7 +26,7 @@ from workbench.inspect.align import Stretch, equal_stretches, first_difference
 from workbench.inspect.arms import Difference, differences, flips, pair_up
 from workbench.inspect.choose import telling_pair
 from workbench.inspect.snapshot import LiveView
-from workbench.inspect.style import CARRY, REJECTED, SERIES, legend_beside_title, panels
+from workbench.inspect.style import CARRY, REJECTED, SERIES, SMALL, legend_under_title, panels
 from workbench.inspect.token_strip import TokenStrip
 from workbench.runs.vocabulary import Vocabulary
 
@@ -163,7 +163,7 @@ class RowDiff(LiveView):
 
     def draw(self) -> Figure:
         """Both rows as bands on one scale: equal stretches hatched, own ids solid, the divergence a line."""
-        figure, (ax,) = panels(1.75)
+        figure, (ax,) = panels(2.2)
         longest = 1
         for y, strip, side in ((1, self.strips[0], 0), (0, self.strips[1], 1)):
             size = strip.tokens.height
@@ -174,7 +174,7 @@ class RowDiff(LiveView):
             ax.broken_barh(spans, (y - 0.275, 0.55), facecolor=CARRY, edgecolor="white", hatch="////", lw=0)
         if self.first is not None:
             ax.axvline(self.first, color=REJECTED, lw=1.6, ls="--")
-        ax.set_yticks([1, 0], [f"A {self.strips[0].rollout_id}", f"B {self.strips[1].rollout_id}"], fontsize=8)
+        ax.set_yticks([1, 0], [f"A {self.strips[0].rollout_id}", f"B {self.strips[1].rollout_id}"], fontsize=SMALL)
         ax.set_xlim(0, longest)
         ax.grid(visible=False)
         ax.set_xlabel("position in the row")
@@ -185,7 +185,7 @@ class RowDiff(LiveView):
         if self.first is not None:
             marks.append(Line2D([], [], color=REJECTED, lw=1.6, ls="--", label=f"first diverging id: {self.first:,}"))
         ax.set_title("A against B, id for id")
-        legend_beside_title(ax, handles=marks)
+        legend_under_title(ax, columns=2, handles=marks)
         return figure
 
     def html(self) -> str:

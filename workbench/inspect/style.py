@@ -1,5 +1,9 @@
 """Style: one look for every picture, the same pixels at every run.
 
+A picture is as wide as a phone or half a screen shows whole, because no notebook can draw it anew for a narrower page:
+front ends scale it down, and at 440 px its smallest words (SMALL) are still nine pixels high. So panels stand under one
+another, and legends under their title.
+
 Blue is the terminal chain, and whatever is said of a whole run; orange is what the policy sampled, grey is context;
 each colour has a second channel beside it (hatch, line weight, marker, underline), so nothing is said by hue alone. Agg
 is used through `Figure` objects, never through pyplot: no global state, no back end switched under the reader's feet.
@@ -30,16 +34,18 @@ SERIES = ("#1f5fa8", "#e8872b", "#3f8f6b", "#8a1c4a", "#6b5b95", "#7b8794")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "++")
 
-DPI = 144
-DISPLAY_WIDTH_PX = 940
-FIGURE_WIDTH_IN = 9.8
+DPI = 180
+DISPLAY_WIDTH_PX = 640
+FIGURE_WIDTH_IN = 5.8
+SMALL = 8.5
+"""Points of the smallest words."""
 
 _RC: dict[str, Any] = {
     "font.family": ["DejaVu Sans"],
     "font.size": 9.5,
     "axes.edgecolor": MUTED,
     "axes.labelcolor": INK,
-    "axes.titlesize": 10.5,
+    "axes.titlesize": 10,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
     "axes.titlecolor": INK,
@@ -81,14 +87,16 @@ def panels(height_in: float, rows: int = 1, columns: int = 1, **grid: Any) -> tu
     return figure, axes
 
 
-def legend_beside_title(ax: Axes, columns: int = 3, handles: list[Any] | None = None) -> None:
-    """The legend on the title's line, at the right, where it hides no mark; without `handles` of what is drawn."""
+def legend_under_title(ax: Axes, columns: int = 3, handles: list[Any] | None = None) -> None:
+    """The legend between the title, which moves up, and the panel, where it hides no mark; without `handles` of what
+    is drawn."""
     marks = handles or ax.get_legend_handles_labels()[0]
-    look: dict[str, Any] = {"handlelength": 1.5, "columnspacing": 1.0} if len(marks) > 3 else {}
     ax.legend(
-        handles=marks, loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=columns, fontsize=8.5, borderaxespad=0.15,
-        **look,
+        handles=marks, loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, fontsize=SMALL, borderaxespad=0.1,
+        borderpad=0.2, handlelength=1.5, columnspacing=1.0, labelspacing=0.3,
     )  # fmt: skip
+    lines = -(-len(marks) // columns)
+    ax.set_title(ax.get_title("left"), pad=6 + 13 * lines)
 
 
 def png_bytes(figure: Figure) -> bytes:
@@ -112,6 +120,7 @@ def say_nothing_to_show(ax: Axes, reason: str) -> None:
     ax.set_xticks([])
     ax.set_yticks([])
     ax.grid(False)
+    ax.spines[:].set_visible(False)
     ax.text(0.5, 0.5, reason, transform=ax.transAxes, ha="center", va="center", color=MUTED, wrap=True)
 
 
@@ -120,7 +129,7 @@ def bar_list(ax: Axes, names: list[str], counts: list[int], title: str, total: i
     ax.barh(range(len(names)), counts, height=0.62, color=REJECTED, hatch="////", edgecolor="white", lw=0)
     for y, value in enumerate(counts):
         share = f" ({value / total:.1%})" if total else ""
-        ax.text(value, y, f" {value:,}{share}", va="center", fontsize=8.5)
+        ax.text(value, y, f" {value:,}{share}", va="center", fontsize=SMALL)
     ax.grid(visible=False)
     ax.set_yticks(range(len(names)), names)
     ax.set_xticks([])

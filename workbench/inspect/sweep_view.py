@@ -17,12 +17,14 @@ from workbench import runs
 from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
 from workbench.inspect.snapshot import StaticView
-from workbench.inspect.style import MARKERS, SERIES, panels, say_nothing_to_show, step_ticks
+from workbench.inspect.style import MARKERS, SERIES, legend_under_title, panels, say_nothing_to_show, step_ticks
 from workbench.runs.finding import find
 from workbench.runs.shelf import COLUMNS, overview, run_directories
 from workbench.runs.sweeps import SWEEP_FILE, open_sweep
 
 _DRAWN = 12
+_HALF_LINE = 30
+"""Characters of a run's name that leave room for another beside it."""
 _NOT_BEGUN = "not begun"
 
 
@@ -57,6 +59,8 @@ class SweepView(StaticView):
 
     def _best(self) -> str:
         rated = self.table.drop_nulls("reward").sort("reward", descending=True, maintain_order=True)
+        if rated.is_empty() and self.table["step"].max():
+            return " · none has a reward at the last step"
         if rated.height < 2:
             return ""
         best = rated.row(0, named=True)
@@ -66,29 +70,32 @@ class SweepView(StaticView):
         return ", ".join(f"{key.rpartition('.')[2]}={row[key]}" for key in self.keys) or str(row["run"])
 
     def draw(self) -> Figure:
-        figure, (ax,) = panels(3.3)
-        ax.set_title("mean reward of each step")
-        longest: list[int] = []
-        drawn = self.table.filter(pl.col("step") > 0).head(_DRAWN)
-        for place, row in enumerate(drawn.iter_rows(named=True)):
+        began = self.table.filter(pl.col("step") > 0).head(_DRAWN)
+        lines: list[tuple[str, list[int], list[float]]] = []
+        for row in began.iter_rows(named=True):
             steps = runs.open(row["path"]).steps.sort("step")
-            if not steps["reward_mean"].count():
-                continue  # nobody gave a reward: no line, and no name for one
-            rewards = [np.nan if value is None else value for value in steps["reward_mean"].to_list()]
+            if steps["reward_mean"].count():  # else nobody gave a reward: no line, and no name for one
+                rewards = [np.nan if value is None else value for value in steps["reward_mean"].to_list()]
+                lines.append((self._label(row), steps["step"].to_list(), rewards))
+        if not lines:
+            figure, (ax,) = panels(0.9)
+            none = "no run has taken an optimiser step" if began.is_empty() else "no step of these runs has a reward"
+            say_nothing_to_show(ax, none)
+            return figure
+        columns = 2 if max(len(label) for label, _, _ in lines) <= _HALF_LINE else 1
+        named = len(lines) > 1
+        figure, (ax,) = panels(3.0 + 0.18 * -(-len(lines) // columns) * named)
+        ax.set_title("mean reward of each step")
+        for place, (label, at, rewards) in enumerate(lines):
             look: dict[str, Any] = {
                 "color": SERIES[place % len(SERIES)],
                 "marker": MARKERS[place // len(SERIES) % len(MARKERS)],
             }
-            ax.plot(steps["step"].to_list(), rewards, lw=1.8, ms=4, label=self._label(row), **look)
-            longest = max(longest, steps["step"].to_list(), key=len)
-        if not longest:
-            none = "no run has taken a step yet" if drawn.is_empty() else "no step of these runs has a reward"
-            say_nothing_to_show(ax, none)
-            return figure
+            ax.plot(at, rewards, lw=1.8, ms=4, label=label, **look)
         ax.set_xlabel("optimiser step")
-        step_ticks(ax, longest)
-        if len(ax.lines) > 1:
-            ax.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8.5)
+        step_ticks(ax, max((at for _, at, _ in lines), key=len))
+        if named:
+            legend_under_title(ax, columns)
         return figure
 
     def html(self) -> str:
@@ -107,7 +114,7 @@ class SweepView(StaticView):
             row["run"],
             *(str(row[key]) for key in self.keys),
             markup.Cell(status, strong=row["status"] != "done"),
-            _number(None if row["step"] is None else f"{row['step']}/{row['steps']}"),
+            _number(row["step"] if row["steps"] is None else f"{row['step']}/{row['steps']}"),
             _number(row["reward"], ".3f"),
             _number(row["token_in_rate"], ".4g"),
             _number(row["token_in_rate_after_roots"], ".4g"),

@@ -97,28 +97,23 @@ class PoisonTable(LiveView):
             figure, (only,) = panels(0.7)
             say_nothing_to_show(only, self.sentence().removeprefix("Causes · "))
             return figure
-        counts, height = shown["rollouts"].to_list(), 1.45 + 0.36 * len(names)
-        more = (
-            ""
-            if len(names) == self.causes.height
-            else f"; {len(names)} of {self.causes.height} causes, all stand below"
-        )
+        counts, height = shown["rollouts"].to_list(), 0.95 + 0.33 * len(names)
+        more = "" if len(names) == self.causes.height else f"; {len(names)} of {self.causes.height} causes"
         of = f"of {self.total:,} rollouts"
         if self.by_step.is_empty():
-            figure, (only,) = panels(height - 0.5)
+            figure, (only,) = panels(height)
             bar_list(only, names, counts, f"rejected, {of}{more}", self.total)
             return figure
-        figure, (matrix, totals) = panels(height, columns=2, width_ratios=[2.1, 1])
+        figure, (matrix, totals) = panels(0.2 + 2 * height, rows=2)
         self._draw_matrix(matrix, names)
         matrix.set_xlabel(f"optimiser step{more}")
-        bar_list(totals, names, counts, of, self.total)
-        totals.set_yticks([])
+        bar_list(totals, names, counts, f"in all, {of}", self.total)
         return figure
 
     def _draw_matrix(self, ax: Axes, names: list[str]) -> None:
-        """Counts by cause and step; more than 24 steps are gathered into equal ranges."""
+        """Counts by cause and step; more than 12 steps are gathered into equal ranges."""
         first, last = min([1, *self.by_step["step"].to_list()]), self.last_step
-        size = max(1, -(-(last - first + 1) // 24))
+        size = max(1, -(-(last - first + 1) // 12))
         bins = (last - first) // size + 1
         counts = np.zeros((len(names), bins), dtype=np.int64)
         for row in self.by_step.to_dicts():
@@ -130,7 +125,7 @@ class PoisonTable(LiveView):
         ax.grid(visible=False)
         ax.set_yticks(range(len(names)), names)
         labels = [f"{first + size * k}" if size == 1 else f"{first + size * k}–" for k in range(bins)]
-        stride = max(1, -(-bins // 12))
+        stride = 1 if size == 1 else 2
         ax.set_xticks(range(0, bins, stride), labels[::stride])
         ax.set_title("rejected rollouts by cause and step")
 

@@ -24,7 +24,7 @@ from workbench.inspect.roles import roles_of
 from workbench.inspect.routes import route_spans
 from workbench.inspect.snapshot import LiveView
 from workbench.inspect.strip_columns import strip_columns
-from workbench.inspect.style import BLUE, CARRY, MUTED, SAMPLED, SERIES, panels, say_nothing_to_show
+from workbench.inspect.style import BLUE, CARRY, MUTED, SAMPLED, SERIES, SMALL, panels, say_nothing_to_show
 from workbench.inspect.text import Piece, pieces_of
 from workbench.runs.vocabulary import Vocabulary
 
@@ -139,17 +139,17 @@ class TokenStrip(LiveView):
     def draw(self) -> Figure:
         ribbon = _ribbon(self.tokens)
         routed = ribbon["agreement"].null_count() < ribbon.height
-        heights = [0.34, 1, 1] + [0.5] * routed
+        heights = [0.42, 1, 1] + [0.6] * routed
         figure, (roles, likely, delta, *agree) = panels(
-            3.0 if routed else 2.5, rows=len(heights), height_ratios=heights
+            3.6 if routed else 2.9, rows=len(heights), height_ratios=heights
         )
         x, size = ribbon["position"].to_numpy(), (ribbon["size"][0] if ribbon.height else 1)
-        width = max(0.5, min(2.4, 620 / max(1, ribbon.height)))
+        width = max(0.4, min(2.4, 360 / max(1, ribbon.height)))
         share = ribbon["sampled"].to_numpy()
         roles.fill_between(x, 0.45 * (share < 1), color=CARRY, step="mid", lw=0)
         roles.fill_between(x, share, color=SAMPLED, step="mid", lw=0)
         # Each word at the height that it explains: what was carried is low, what was sampled is high.
-        roles.set_yticks([0.2, 0.78], ["carried", "sampled"], fontsize=8)
+        roles.set_yticks([0.2, 0.78], ["carried", "sampled"], fontsize=SMALL)
         roles.tick_params(axis="y", length=0)
         roles.set_xticks([])
         roles.grid(False)
@@ -157,15 +157,17 @@ class TokenStrip(LiveView):
         roles.set_ylim(0, 1)
         calls = self.tokens["model_call_id"].to_list()
         starts = [i for i in range(len(calls)) if i == 0 or calls[i] != calls[i - 1]]
+        free = 0.0  # where the last number ends: a short call's own is left out
         for at in starts if len(starts) <= 40 else []:
             roles.axvline(at - 0.5, color="black", lw=1.0)
             order = self.order_of.get(calls[at])
-            if len(starts) <= 14 and order is not None:
-                roles.text(at, 1.12, f" #{order}", fontsize=7, va="bottom", transform=roles.get_xaxis_transform())
+            if order is not None and at >= free:
+                roles.text(at, 1.08, f"#{order}", fontsize=SMALL, va="bottom", transform=roles.get_xaxis_transform())
+                free = at + self.tokens.height * 0.018 * (2 + len(f"{order}"))
 
         some = ribbon.drop_nulls("logprob")
         likely.vlines(some["position"].to_numpy(), some["logprob"].to_numpy(), 0, color=BLUE, lw=width)
-        likely.set_ylabel("sampler\nlog-prob", fontsize=8)
+        likely.set_ylabel("sampler\nlog-prob", fontsize=SMALL)
         likely.set_xticks([])
         for ax in (roles, likely, delta, *agree):
             ax.set_xlim(-0.5, max(1, self.tokens.height) - 0.5)
@@ -177,12 +179,12 @@ class TokenStrip(LiveView):
         delta.vlines(place_T[d_T < 0], d_T[d_T < 0], 0, color=BLUE, lw=width)
         delta.vlines(place_T[d_T >= 0], 0, d_T[d_T >= 0], color=SAMPLED, lw=width)
         delta.axhline(0, color=MUTED, lw=0.8)
-        delta.set_ylabel("Δ trainer", fontsize=8)
+        delta.set_ylabel("Δ trainer", fontsize=SMALL)
         for ax in agree:
             # A token without a bar has no route: what was sampled last in a call was never an input.
             ax.bar(x, ribbon["agreement"].fill_null(0).to_numpy(), width=0.8 * size, color=SERIES[2])
             ax.set_ylim(0, 1.05)
-            ax.set_ylabel("routers\nagree", fontsize=8)
+            ax.set_ylabel("routers\nagree", fontsize=SMALL)
             delta.set_xticks([])
         where = "position in the row" + (f"; a line is the largest of {size} tokens" if size > 1 else "")
         (agree or [delta])[0].set_xlabel(where)

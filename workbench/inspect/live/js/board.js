@@ -64,6 +64,7 @@ function buildBoard(shell) {
     const steps = series.step ?? [];
     if (!steps.length) return h("div", { class: "wb-missing", text: `${words[name]}: ${noStep()}` });
     const known = steps.map((step, k) => [step, series[name][k]]).filter(([, value]) => value !== null);
+    if (!known.length) return h("div", { class: "wb-missing", text: `${words[name]}: no step has one` });
     const values = known.map(([, value]) => value);
     const { node, x, y } = plot(words[name], [steps[0], Math.max(steps[0] + 1, steps[steps.length - 1])], [Math.min(0, ...values), Math.max(1e-9, ...values)], { height: 150, whole: true });
     node.append(shape("polyline", { points: known.map(([step, value]) => `${x(step)},${y(value)}`).join(" "), fill: "none", stroke: "var(--wb-blue)", "stroke-width": 2.2 }));

@@ -2,6 +2,9 @@
 
 import { h } from "./shell.js";
 
+/** Characters from which a cell keeps a width of its own: squeezed, it would be a word a line. */
+const PROSE = 24;
+
 export class Table {
   /** `columns`: [heading, row -> text or node, class?]; `onRow(index)` when a row is gone to by key or click. */
   constructor(shell, columns, { page = 12, onRow = () => {} } = {}) {
@@ -18,7 +21,7 @@ export class Table {
     this.note = h("span", { class: "wb-note" });
     this.before = h("button", { text: "previous", class: "wb-more" });
     this.after = h("button", { text: "more", class: "wb-more" });
-    this.node = h("div", {}, this.table, h("div", { class: "wb-bar" }, this.before, this.after, this.note));
+    this.node = h("div", {}, h("div", { class: "wb-wide" }, this.table), h("div", { class: "wb-bar" }, this.before, this.after, this.note));
     shell.listen(this.before, "click", () => this.turn(-1));
     shell.listen(this.after, "click", () => this.turn(1));
     shell.listen(this.body, "click", (event) => {
@@ -57,7 +60,8 @@ export class Table {
       const index = this.start + k;
       return h("tr", { "data-row": index, class: index === this.at ? "at" : "" }, ...this.columns.map(([, cell, look]) => {
         const value = cell(row);
-        return h("td", { class: look ?? "" }, ...(value === null || value === undefined ? ["–"] : [value]));
+        const long = typeof value === "string" && value.length > PROSE ? " long" : "";
+        return h("td", { class: `${look ?? ""}${long}` }, ...(value === null || value === undefined ? ["–"] : [value]));
       }));
     }));
     const paged = this.rows.length > this.page;
