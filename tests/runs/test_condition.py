@@ -7,11 +7,13 @@ from pathlib import Path
 
 import orjson
 import pytest
+import yaml
 
 from workbench import runs
 from workbench.demo import recorded_run
 from workbench.inspect import CampaignBoard
 from workbench.inspect.sweep_view import SweepView
+from workbench.runs.condition import broken_recipe, read_recipe
 from workbench.runs.shelf import overview
 from workbench.runs.writer import RunWriter
 
@@ -72,3 +74,13 @@ def test_a_status_that_cannot_be_read_has_its_word_and_breaks_no_view(run, conte
     assert (opened.campaign["state"][0], overview([run])["status"][0]) == ("unreadable", "unreadable")
     assert f"{path} is not a readable JSON object" in opened.damage
     assert "how the run ended cannot be read" in CampaignBoard(opened).html()
+
+
+def test_a_date_in_a_stored_recipe_is_the_text_that_was_written(tmp_path, monkeypatch):
+    (tmp_path / "recipe.yaml").write_text("name: 2026-13-45\nas_of: 2026-01-02\n")
+    as_text = {"name": "2026-13-45", "as_of": "2026-01-02"}
+    assert read_recipe(tmp_path) == as_text and broken_recipe(tmp_path) == []
+    # As lm-format-enforcer leaves it in a process that has imported it.
+    texts = yaml.SafeLoader.yaml_constructors | {"tag:yaml.org,2002:timestamp": yaml.SafeLoader.construct_yaml_str}
+    monkeypatch.setattr(yaml.SafeLoader, "yaml_constructors", texts)
+    assert read_recipe(tmp_path) == as_text

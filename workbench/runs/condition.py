@@ -14,6 +14,7 @@ everywhere, stored or shown:
 from __future__ import annotations
 
 import fcntl
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def _stored_recipe(run_dir: Path) -> dict[str, Any] | str:
     import yaml
 
     try:
-        tree = yaml.safe_load((run_dir / "recipe.yaml").read_text())
+        tree = yaml.load((run_dir / "recipe.yaml").read_text(), _loader())
     except FileNotFoundError:
         return {}
     except OSError as error:
@@ -85,9 +86,22 @@ def _stored_recipe(run_dir: Path) -> dict[str, Any] | str:
     except yaml.MarkedYAMLError as error:
         at = "" if error.problem_mark is None else f" at line {error.problem_mark.line + 1}"
         return f"is not YAML ({error.problem}{at})"
-    except (yaml.YAMLError, ValueError) as error:  # a date that there is not is a ValueError
+    except (yaml.YAMLError, ValueError) as error:  # `!!int x` is a ValueError
         return f"is not YAML ({' '.join(str(error).split())})"
     return tree if isinstance(tree, dict) else f"is no recipe (expected keys and values, got {type(tree).__name__})"
+
+
+@cache
+def _loader() -> Any:
+    """A loader to which a date is text, as it was to OmegaConf when the run began. What `SafeLoader` makes of one
+    depends on what else the process has imported: lm-format-enforcer, which comes with vLLM, changes it for all."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_constructor("tag:yaml.org,2002:timestamp", yaml.SafeLoader.construct_yaml_str)
+    return Loader
 
 
 def is_being_written(run_dir: Path) -> bool:
