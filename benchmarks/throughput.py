@@ -160,7 +160,7 @@ def why(parts: list[Figure], in_use: dict[str, np.ndarray]) -> str:
         dict(zip(PARTS, (float(one.value or 0.0) for one in parts[column::3]), strict=True)) for column in range(3)
     )
     around = [part for part in PARTS if part != "engine"]
-    shares = [100 * float(np.median(in_use[kind])) for kind in KINDS]
+    share = 100 * float(np.median([in_use[kind] for kind in KINDS]))
     return (
         f"Not captured, a call takes {sum(off.values()):.0f} ms of processor time in these parts, "
         f"{off['engine']:.0f} of them in the engine; {AT_LEAST:g} allows "
@@ -169,7 +169,7 @@ def why(parts: list[Figure], in_use: dict[str, np.ndarray]) -> str:
         + ", ".join(f"{more[part]:.1f} in {part}" for part in around)
         + f". {for_logprobs['server']:.1f} ms of them hand on the log-probs that training needs, beside what "
         f"the engine takes to make them. Ray's own processes and the kernel are not counted here. The processors are "
-        f"in use at {min(shares):.0f} to {max(shares):.0f} %: a step of the engine waits for its slower thread."
+        f"in use at {share:.0f} %: a step of the engine waits for its slower thread."
     )
 
 
