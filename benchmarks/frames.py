@@ -2,9 +2,9 @@
 
 The run is made once by the product's own writer: groups of 16 rollouts with 300 tokens each, four groups a step;
 smaller runs are its first groups, and the steps that trained them. A run that came to an end has its parts' columns
-gathered in one file; one that was killed, or still runs, has not. Timed is opening it and showing the head of
-`rollouts`, nothing of it known before; memory is the peak of a new process that does so, less that of one which only
-imports.
+gathered in one file; of one that was killed, or still runs, those since it was gathered last are read one by one, a
+third at the most. Timed is opening it and showing the head of `rollouts`, nothing of it known before; memory is the
+peak of a new process that does so, less that of one which only imports.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import orjson
 from benchmarks.measure import Figure, Growth, alternate, in_memory, median, medians, timed, wall
 from workbench import runs
 from workbench.runs import schema
-from workbench.runs.gathered import gather
+from workbench.runs.gathered import AGAIN, gather
 from workbench.runs.writer import RunWriter, write_part
 
 ROLLOUTS, A_GROUP, A_STEP, TOKENS = 10_000, 16, 4, 300
@@ -62,11 +62,12 @@ def _write(path: Path, table: str, rows: list[dict[str, object]]) -> None:
 
 
 def first_groups(run: Path, path: Path, groups: int) -> Path:
-    """A run of the first groups of another; its parts are the same files."""
+    """A run of the first groups of another, or one that has grown to them; its parts are the same files."""
     steps = [run / "train" / f"step-{step + 1}.parquet" for step in range(groups // A_STEP)]
     for part in [*sorted((run / "rows").glob("*.parquet"))[:groups], *steps]:
         (path / part.parent.name).mkdir(parents=True, exist_ok=True)
-        (path / part.parent.name / part.name).hardlink_to(part)
+        if not (linked := path / part.parent.name / part.name).exists():
+            linked.hardlink_to(part)
     lines = (run / "groups.jsonl").read_bytes().splitlines(keepends=True)
     (path / "groups.jsonl").write_bytes(b"".join(lines[:groups]))
     (path / "status.json").write_bytes((run / "status.json").read_bytes())
@@ -110,6 +111,11 @@ def _trained(step: int, row: dict[str, object], rng: np.random.Generator) -> dic
     }
 
 
+def late(parts: int) -> int:
+    """How many of so many parts came after those that were gathered, at the most."""
+    return parts - int(parts / AGAIN)
+
+
 def first_table(path: Path) -> Callable[[], str]:
     """Open the run anew and show the head of its rollouts."""
     return lambda: str(runs.open(path).rollouts.head(20))
@@ -127,7 +133,9 @@ def measure() -> list[Figure | Growth]:
     with tempfile.TemporaryDirectory(dir=in_memory()) as scratch:
         whole = make_run(Path(scratch) / "run", ROLLOUTS)
         parts = {f"{size}": first_groups(whole, Path(scratch) / f"run{size}", size // A_GROUP) for size in SIZES}
-        killed = first_groups(whole, Path(scratch) / "killed", ROLLOUTS // A_GROUP)
+        killed = first_groups(whole, Path(scratch) / "killed", int(ROLLOUTS // A_GROUP / AGAIN))
+        gather(killed)
+        first_groups(whole, killed, ROLLOUTS // A_GROUP)
         for path in parts.values():
             gather(path)
         sides = {size: timed(first_table(path)) for size, path in parts.items()}
@@ -144,8 +152,9 @@ def measure() -> list[Figure | Growth]:
             "ms",
             1e3,
             at_most=300.0,
-            note=f"Wall seconds, because its {groups} parts of rows, and {groups // A_STEP} of what steps trained, are "
-            "read by as many threads as there are processors; a view that stays open reads only those that are new.",
+            note="Just before it would have been gathered again. Wall seconds, because its last "
+            f"{late(groups)} parts of rows, and {late(groups // A_STEP)} of what steps trained, are read by as many "
+            "threads as there are processors; a view that stays open reads only those that are new.",
         ),
         Figure(f"{name}: memory", grown, "MiB", note=note),
         Growth(

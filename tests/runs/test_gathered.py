@@ -59,6 +59,24 @@ def test_a_gathered_run_opens_without_its_parts_and_says_the_same(stored, read_p
     assert read_parts == []
 
 
+def test_a_run_that_goes_on_is_gathered_again_when_it_has_grown_and_what_came_since_is_read_beside(stored, read_parts):
+    def names() -> list[str]:
+        read_parts.clear()
+        assert runs.open(stored.run_dir).rollouts.height == 2 * len(list((stored.run_dir / "rows").iterdir()))
+        return read_parts
+
+    gathered.gather(stored.run_dir, growth=1.5)
+    assert names() == []
+    stored.step(2, [["plain", "plain"], ["plain", "nan"]])
+    gathered.gather(stored.run_dir, growth=2.5)
+    new = ["g00002.parquet", "g00003.parquet"]
+    assert names() == new
+    read_parts.clear()
+    gathered.gather(stored.run_dir, growth=1.5)
+    assert read_parts == new  # those before them were read from the file
+    assert names() == []
+
+
 def test_a_part_that_has_changed_since_is_read_again(stored, read_parts):
     path = stored.finish()
     gathered.gather(path)

@@ -1,6 +1,6 @@
 """Training: the train pump, which takes finalised groups, has the trainer step on them and the new weights synced.
 
-    supply ─► trainer (keys only) ─► sync ─► steps.jsonl ─► checkpoint, every few steps
+    supply ─► trainer (keys only) ─► sync ─► steps.jsonl ─► gathered parts, now and then ─► checkpoint, every few steps
 
 Invariant: a step trains exactly `groups_per_step` groups of exactly N rows, and the next one begins after the weights
 it made are confirmed. Not here: the step itself (train.trainer), which groups it gets (train.buffer).
@@ -8,12 +8,14 @@ it made are confirmed. Not here: the step itself (train.trainer), which groups i
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
 from workbench.actors import within
 from workbench.campaign.state import CampaignState
 from workbench.finalizer.metrics import pool_metrics
+from workbench.runs import gathered
 from workbench.train.buffer import Entry
 
 
@@ -52,6 +54,7 @@ class TrainPump:
             synced = await state.weights.advance(step)
         measured = trained | synced | {"groups_evicted": evicted}
         self._record(step, taken, measured, waited_s=waited_s, trained_s=trained_s)
+        await asyncio.to_thread(gathered.gather, state.fleet.run_dir, growth=gathered.AGAIN)
         every = state.recipe.checkpoint.every
         if every and (step % every == 0 or step == train.steps):
             await self.checkpoint(step)

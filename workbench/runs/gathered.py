@@ -1,7 +1,7 @@
 """Gathered: the columns without token arrays of a run's many small parts, as one frame; each part is read once.
 
     rows/ calls/ train/ *.parquet ──read once each──▶ one frame a table, grown by what is new
-    at the run's end ──gather──▶ gathered/<table>.parquet, so that whoever opens it later reads one file
+    now and then, and at the run's end ──gather──▶ gathered/<table>.parquet, so that whoever opens it reads one file
 Invariants: the parts are the truth. What was gathered counts only while each of its parts has the time and size that it
 had then; without the file, or with a changed part, parts are read again.
 Not here: which parts there are (reader), token arrays, which are read on demand.
@@ -24,6 +24,9 @@ from workbench.runs.writer import atomic_file
 TABLES = ("rows", "calls", "train")
 FROM_PARTS = 32
 """Fewer parts than this are read as quickly as found."""
+AGAIN = 1.5
+"""While a run goes on its parts are gathered again once there are so many times as many. All of it then takes time in
+proportion to the parts, and a run that is killed has at most a third of them to be read one by one."""
 
 _PARTS = b"workbench.parts"
 
@@ -59,26 +62,36 @@ class Gathered:
             self._known = there
         return self._frame
 
+    def store(self) -> None:
+        """Write what was read, for whoever comes next."""
+        import pyarrow.parquet as pq
 
-def gather(run_dir: Path) -> None:
-    """Write what `Gathered` would read, where there are many parts; parts that cannot be read are left as they are."""
+        arrow = self._frame.to_arrow().replace_schema_metadata({_PARTS: orjson.dumps(self._known)})
+        with atomic_file(self._file) as handle:
+            pq.write_table(arrow, handle, compression="zstd", write_page_checksum=True)
+
+    def stored_parts(self) -> int:
+        """How many parts lie in the file."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            return len(orjson.loads((pq.read_schema(self._file).metadata or {})[_PARTS]))
+        except (OSError, KeyError, ValueError, pa.ArrowException):
+            return 0
+
+
+def gather(run_dir: Path, *, growth: float = 1.0) -> None:
+    """Write what `Gathered` would read, where there are many parts, and `growth` times as many as there were when it
+    was written last. A table that has a part which cannot be read is left as it is."""
     for table in TABLES:
-        paths = sorted((run_dir / table).glob("*.parquet"))
-        if len(paths) < FROM_PARTS:
+        paths, gathered = sorted((run_dir / table).glob("*.parquet")), Gathered(run_dir, table)
+        if len(paths) < max(FROM_PARTS, growth * gathered.stored_parts()):
             continue
-        known = {path.name: signature(path) for path in paths}
         with contextlib.suppress(RunStoreError, OSError):
-            frame = frames.read_parts(table, paths, scalar_columns(table))
-            _store(run_dir / "gathered" / f"{table}.parquet", frame, known)
-
-
-def _store(path: Path, frame: pl.DataFrame, known: dict[str, Signature | None]) -> None:
-    import pyarrow.parquet as pq
-
-    arrow = frame.to_arrow()
-    arrow = arrow.replace_schema_metadata({_PARTS: orjson.dumps(known)})
-    with atomic_file(path) as handle:
-        pq.write_table(arrow, handle, compression="zstd", write_page_checksum=True)
+            gathered.read(paths)
+            if not gathered.damaged:
+                gathered.store()
 
 
 def _load(path: Path, table: str) -> tuple[dict[str, Signature], pl.DataFrame]:
