@@ -155,6 +155,12 @@ def test_a_mistake_is_the_same_line_in_a_process_of_its_own():
     assert done.stderr.count("\n") == 1
 
 
+def test_the_package_itself_is_the_command_line():
+    command = [sys.executable, "-m", "workbench", "recipe", "check", "cpu_smollm2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "cpu_smollm2: good\n"
+
+
 def test_debug_shows_the_traceback():
     done = workbench("recipe", "check", "cpu_smoke", "x", WORKBENCH_DEBUG="1")
     assert done.returncode == 1
