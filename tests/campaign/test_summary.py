@@ -204,6 +204,7 @@ def test_a_count_down_is_one_line_where_there_is_no_terminal(tmp_path):
     stream = io.StringIO()
     line = ProgressLine(tmp_path, stream)
     for left in (45, 44, 43):
+        (tmp_path / "status.json").write_bytes(orjson.dumps({"phase": f"stopping part {left}"}))
         line.tick("stopping on SIGINT", f"; killed in {left} s")
     assert stream.getvalue() == "0:00  stopping on SIGINT; killed in 45 s\n"
 

@@ -205,7 +205,8 @@ class _Session:
             self.phase = phase
             self._ending |= phase == _STOPPING
             self.writer.status_soon(phase=phase)
-        print(phase, file=sys.stderr, flush=True)
+        if self.stopped_by is None or phase != _STOPPING:  # of a signal it was said on what
+            print(phase, file=sys.stderr, flush=True)
 
     async def _watch(self, fleet: Fleet) -> None:
         while True:
