@@ -17,6 +17,7 @@ from workbench.campaign.runner import NotebookResult, tell
 from workbench.campaign.summary import summarise
 from workbench.campaign.verify_run import verify_run
 from workbench.errors import RunStoreError
+from workbench.runs.shelf import overview
 from workbench.runs.writer import RunWriter
 
 
@@ -61,6 +62,18 @@ def test_calls_of_rollouts_that_were_still_played_are_counted_apart(tmp_path):
     summary = summarise(stored.run_dir, notebook=Path("n.ipynb"), outcome=Outcome("stopped"), seconds=3.0)
     assert (summary.calls, summary.unfinished_calls) == (finished, 2)
     assert f"2 of 2 valid, {finished} calls and 2 of unfinished ones" in summary.text()
+
+
+def test_the_list_of_runs_has_the_rates_of_the_summary(tmp_path):
+    stored = StoredRun(tmp_path / "run")
+    stored.step(1, [["plain", "plain"]])
+    stored.play("run.9.0.0", 2, kind="edit")
+    stored.finish()
+    summary = summarise(stored.run_dir, notebook=Path("n.ipynb"), outcome=Outcome("stopped"), seconds=3.0)
+    assert summary.unfinished_calls
+    (row,) = overview([stored.run_dir]).iter_rows(named=True)
+    assert row["token_in_rate"] == summary.token_in_rate
+    assert row["token_in_rate_after_roots"] == summary.token_in_rate_after_roots == 1.0
 
 
 def test_a_stopped_runs_summary_counts_the_groups_that_verify_finds(tmp_path):
