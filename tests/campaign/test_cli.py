@@ -203,6 +203,16 @@ def test_a_dry_run_that_finds_something_lacking_is_not_good(capsys):
     assert ended("run", "cpu_smoke", "--dry-run") == 0
 
 
+def test_routes_of_a_model_without_experts_are_refused_before_anything_starts(tmp_path, capsys, tiny_model):
+    wanted = ("cpu_smoke", f"model.path={tiny_model}", "token_capture.routes=true", f"reports.dir={tmp_path}")
+    for command in (("recipe", "check"), ("run", "--dry-run"), ("doctor", "--quick"), ("run",), ("serve",)):
+        assert ended(*command, *wanted) == 2
+        said = capsys.readouterr()
+        assert "the model has no experts" in said.out + said.err
+    assert not list(tmp_path.iterdir())
+    assert ended("recipe", "check", "cpu_smoke", "token_capture.routes=true", "model.path=/nope") == 0
+
+
 def test_doctor_names_a_port_in_use_with_its_key():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

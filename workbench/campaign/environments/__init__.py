@@ -83,8 +83,9 @@ def _own(path: str, options: Mapping[str, Any], seed: int) -> Environment:
     try:
         inspect.signature(found).bind(options)
     except TypeError as error:
-        what = f"__init__(){own_code.place_of(found.__init__)} does not take what it is given ({error})"
-        raise RecipeError(f"environment.name: {path!r}: {what}, expected def __init__(self, options)") from error
+        where = own_code.place_of(inspect.getattr_static(found, "__init__"))
+        what = f"__init__(){where} does not take what it is given ({error}), expected def __init__(self, options)"
+        raise RecipeError(f"environment.name: {path!r}: {what}") from error
     except ValueError:  # something built in, which does not say what it takes
         pass
     try:
