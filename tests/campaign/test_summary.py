@@ -142,7 +142,7 @@ def test_a_run_whose_recipe_is_at_fault_is_not_said_to_go_on(tmp_path, capsys):
     outcome = Outcome("failed", "RecipeError", "train.advantage.name: gdpo needs the parts.")
     tell(NotebookResult(tmp_path / "campaign.ipynb", tmp_path / "campaign.html", outcome, 2, None))
     said = "workbench: the run failed: RecipeError: train.advantage.name: gdpo needs the parts; see"
-    assert capsys.readouterr().err == f"{said} {tmp_path}/campaign.ipynb\n"
+    assert capsys.readouterr().err == f"{said} {tmp_path}/campaign.ipynb; mend the recipe and run again\n"
 
 
 def test_progress_says_what_the_status_knows():
@@ -211,6 +211,19 @@ def test_whoever_is_told_that_a_run_ended_is_told_how_to_go_on_with_it(tmp_path,
     RunWriter(tmp_path).close()
     tell(ended)
     assert capsys.readouterr().err == f"{said}; to go on with it: workbench resume {tmp_path}\n"
+
+
+@pytest.mark.parametrize("error", ["SetupError", "RecipeError"])
+def test_a_run_that_could_not_start_is_no_run_to_go_on_with(tmp_path, capsys, error):
+    with RunWriter(tmp_path) as writer:
+        outcome = Outcome("failed", error, "no")
+        ended = NotebookResult(tmp_path / "campaign.ipynb", tmp_path / "campaign.html", outcome, 2, None)
+        tell(ended)
+        assert capsys.readouterr().err.endswith("campaign.ipynb; mend the recipe and run again\n")
+        writer.event("group_started", group_id="g00000", rollout_ids=["run.0.0.0"])
+        tell(ended)
+        on = f"; to go on with it: workbench resume {tmp_path}" if error == "SetupError" else ""
+        assert capsys.readouterr().err.endswith(f"campaign.ipynb{on}\n")
 
 
 def test_a_count_down_is_one_line_where_there_is_no_terminal(tmp_path):
