@@ -66,6 +66,7 @@ def serve(recipe: Recipe, run_dir: Path) -> int:
 async def _until_stopped(recipe: Recipe, run_dir: Path) -> int:
     with RunWriter(run_dir) as writer:
         store_recipe(run_dir, recipe.model_dump(mode="json"))
+        writer.event("set_up")  # it is `serving` minutes later
         writer.status(status="running", phase="set-up", run=run_dir.name, command="serve")
         session = _Session(recipe, run_dir, writer)
         task = asyncio.ensure_future(session.run())
