@@ -27,8 +27,8 @@ REACHED = (
 )
 COMPARED = (
     f"*The reference* is NeMo Gym {VERSION}, whose contract of token capture Workbench keeps, run beside it in a "
-    "process of its own. A ratio is the median of the ratios of neighbouring samples, so it need not equal the quotient "
-    "of the two medians below it.\n"
+    "process of its own. A ratio is the median of the ratios of neighbouring samples, so it need not equal the "
+    "quotient of the two medians below it.\n"
 )
 
 Question = dict[str, Any]
