@@ -284,11 +284,10 @@ async def test_lines_of_a_ledger_that_is_not_there_yet_and_the_last_ones_are_sho
 def test_a_receipt_counts_calls_as_inspect_does(tmp_path: Path) -> None:
     run = runs.open(make_run(tmp_path / "stored", steps=1))
     row = run.rollouts.filter(pl.col("unresolved_calls") == 1).row(0, named=True)
-    verdict = Verdict.model_construct(
-        **dict.fromkeys(Verdict.model_fields)
-        | {"verified": False, "calls": row["calls"], "failed_calls": row["failed_calls"]}
-        | {"cause": "unresolved_parent", "detail": "assistant_text_changed"}
-    )
+    known = {"verified": False, "calls": row["calls"], "failed_calls": row["failed_calls"]}
+    why = {"cause": "unresolved_parent", "detail": "assistant_text_changed"}
+    fields: dict[str, Any] = dict.fromkeys(Verdict.model_fields) | known | why
+    verdict = Verdict.model_construct(**fields)
     total = row["calls"] + 1
     said = verdict_text(verdict, tmp_path)
     assert f"calls     {total}, 1 of them failed\n" in said
