@@ -77,9 +77,11 @@ def settle(within_s: float = 60.0) -> None:
 
 
 def _measured(name: str, out: Path) -> bool:
-    print(f"{name} …", end=" ", flush=True)
+    print(f"{name}: waits for a quiet machine,", end=" ", flush=True)
+    waited = time.monotonic()
     settle()
     began = time.monotonic()
+    print(f"{began - waited:.0f} s; measures,", end=" ", flush=True)
     command = [sys.executable, "-m", "benchmarks", name, "--here", "--out", str(out)]
     try:
         said = subprocess.run(

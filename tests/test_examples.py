@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import html
 import random
+import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import httpx
+import openai
 import pytest
 from click.testing import CliRunner
 
@@ -50,6 +55,28 @@ async def test_an_environment_in_a_file_is_played_scored_and_captured(tmp_path):
     assert outcome.reward_components == {"turn_1": 0.0, "turn_2": 1.0} and outcome.reward == 0.5
     assert summary.sample_mask == 1 and len(outcome.receipt.manifest) == 2
     assert summary.terminal_selection == "response_id"
+
+
+async def test_the_environment_in_the_documents_is_played_and_scored(tmp_path):
+    page = (EXAMPLES.parent / "docs" / "your_own.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "mine.py").write_text(code)
+    outcome, summary = await played("mine.py:Letters", [{"text": "Tree."}, {"text": "Moon."}], tmp_path, tmp_path)
+    assert (outcome.reward, outcome.reward_components, summary.sample_mask) == (0.5, {"letter": 0.5}, 1)
+    assert len(outcome.receipt.manifest) == 2
+    names: dict[str, Any] = {}
+    exec(code, names)
+
+    async def refuse(**request: Any) -> None:
+        raise openai.BadRequestError(
+            "too long", response=httpx.Response(400, request=httpx.Request("POST", "/")), body={}
+        )
+
+    client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=refuse)))
+    environment = names["Letters"]({})
+    full = await environment.run(client, "policy", environment.task(1), random.Random(1))
+    assert full.error == "the first request was refused: too long"
+    assert environment.reward(environment.task(1), full).total == 0.0
 
 
 async def test_a_black_box_trains_on_the_chain_that_its_output_names(tmp_path):

@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from workbench.config import allowed_in_words
+from workbench.ledger.attribution import REASONS
 from workbench.recipe_schema import MISSING, Recipe
 from workbench.runs import frames_page
 from workbench.wire import Cause
@@ -99,6 +100,12 @@ def causes_page() -> str:
         lines = ["| cause | meaning |", "|---|---|"]
         lines += [f"| `{cause}` | {_cell(cause.explanation)} |" for cause in Cause if cause.family == family]
         parts.append(f"## {family}\n\n{what}\n\n" + "\n".join(lines))
+    lines = ["| code | meaning |", "|---|---|", *(f"| `{code}` | {_cell(what)} |" for code, what in REASONS.items())]
+    parts.append(
+        "## What the witnesses said\n\nNo causes: the parts of `terminal_attribution_reason`, joined by commas. They "
+        "are also the `detail` of a rollout whose last call nobody could name; a cause may follow them.\n\n"
+        + "\n".join(lines)
+    )
     return "\n\n".join(parts) + "\n"
 
 

@@ -13,9 +13,9 @@ import inspect
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from workbench.errors import RecipeError
@@ -45,7 +45,7 @@ def load(path: str, what: str) -> Any:
     except RecipeError:
         raise
     except (Exception, SystemExit) as error:  # somebody's module may raise anything while it is imported
-        why = f"{named(error)}{_place(error)}"
+        why = f"{named(error)}{raised_at(error)}"
         raise RecipeError(f"{what} {path!r} cannot be imported ({why}); expected {FORMS}") from error
     try:
         return getattr(module, name)
@@ -89,7 +89,7 @@ def _from_file(file: Path) -> ModuleType:
 def raised(error: BaseException) -> str:
     """`KeyError: 'score' at my_env.py:31`, the place being the deepest one that neither Python nor a package has."""
     # Where all of it is a package's, the one that we called counts: that is where theirs begins.
-    return f"{named(error)}{_place(error) or _at(_called(error)[:1])}"
+    return f"{named(error)}{raised_at(error) or _at(_called(error)[:1])}"
 
 
 def named(error: BaseException) -> str:
@@ -138,9 +138,18 @@ def place_of(function: Callable[..., Any]) -> str:
     return f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
-def _place(error: BaseException) -> str:
-    own = [frame for frame in _called(error) if not any(Path(frame.filename).is_relative_to(p) for p in _NOT_OWN)]
-    return _at(own[-1:])
+def place_in(frame: FrameType | None) -> str:
+    """` at my_env.py:31`, the line of yours that runs in a stack which ends with `frame`; nothing where none does."""
+    return "" if frame is None else _at(_own(traceback.extract_stack(frame))[-1:])
+
+
+def raised_at(error: BaseException) -> str:
+    """` at my_env.py:31`, the deepest line of yours that an error went through; nothing where it went through none."""
+    return _at(_own(_called(error))[-1:])
+
+
+def _own(frames: Iterable[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    return [frame for frame in frames if not any(Path(frame.filename).is_relative_to(p) for p in _NOT_OWN)]
 
 
 def _called(error: BaseException) -> list[traceback.FrameSummary]:

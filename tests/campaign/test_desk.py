@@ -308,6 +308,10 @@ async def test_what_no_receipt_was_ever_asked_with_and_a_group_that_is_stored_ar
     desk = ReceiptDesk(tmp_path, control, never, never)
     with pytest.raises(SetupError, match="wishes"):
         await desk.receipt({"rollouts": ["one"], "wishes": 3})
+    with pytest.raises(
+        RunStoreError, match=r"Rollout none has no call in this run; those without a receipt: one, two$"
+    ):
+        await desk.receipt({"rollouts": ["none"]})
     desk.finalised["two"] = "g1"
     with pytest.raises(RunStoreError, match=r"Group g1 is stored already\. Next: choose another --group"):
         await desk.receipt({"rollouts": ["one"], "group": "g1"})

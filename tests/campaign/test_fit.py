@@ -112,3 +112,9 @@ def test_a_task_that_fails_later_is_a_sentence_and_no_exception(file):
     other = file.with_name("other_env.py")
     other.write_text(GOOD.replace("return Task(", f"exit(seed) if seed != {SEED} else None; return Task("))
     assert task_of(made(other), 5) == "task(5) raised SystemExit: 5 at other_env.py:11"
+
+
+def test_a_first_task_that_never_comes_is_refused_after_the_time_of_a_rollout(file):
+    change(file, "return Task(f", "import time; time.sleep(30); return Task(f")
+    with pytest.raises(RecipeError, match=rf"Mine': task\({SEED}\) did not come within rollouts.timeout_s=0.5; see"):
+        made(file, "rollouts.timeout_s=0.5")

@@ -180,6 +180,15 @@ def test_only_reach_deadlines_and_the_machine_may_change(run):
         assert str(caught.value).startswith(change.partition("=")[0].removesuffix(".turns") + ":")
 
 
+def test_a_new_run_is_only_advised_to_begin_from_a_checkpoint_that_is_there(run):
+    with pytest.raises(RecipeError, match=r"Next: start a new run; this one left no checkpoint"):
+        resumable(run, ["seed=1"])
+    for step in (2, 10):
+        (run / "checkpoints" / f"step-{step}" / "model").mkdir(parents=True)
+    with pytest.raises(RecipeError, match=r"begin from model\.path=.*/checkpoints/step-10/model$"):
+        resumable(run, ["seed=1"])
+
+
 def test_a_served_run_is_not_gone_on_with(run):
     with RunWriter(run) as writer:
         writer.status(status="done", phase="stopped", command="serve")

@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from workbench.campaign import standstill
 from workbench.campaign.echo_rollouts import EchoPlayer
 from workbench.campaign.environments import AgentResult, Reward, Task
 from workbench.campaign.rollouts import AgentRunner, RolloutPlan, RolloutPlayer
@@ -93,6 +95,31 @@ async def test_the_loop_goes_on_while_a_reward_is_computed(make: Callable[..., A
         loop_went_on.set()
     await player.close()
     assert (await playing).reward == 1.0
+
+
+async def test_an_agent_that_keeps_the_event_loop_is_told_of_and_costs_its_rollout_alone(monkeypatch) -> None:
+    monkeypatch.setattr(standstill, "TOLD_AFTER_S", 0.5)
+    told: list[str] = []
+
+    class Blocking(Scoring):
+        async def run(self, client: Any, model: str, task: Task, rng: Any) -> AgentResult:
+            while task.seed == 1:
+                pass
+            return AgentResult(response=None, transcript=[])
+
+    player = captured(Reward(1.0, {}), timeout_s=4.0)
+    player._environment = Blocking(Reward(1.0, {}))  # type: ignore[assignment]
+    watching = asyncio.create_task(standstill.Standstill(4.0, AgentRunner.run_agent, told.append).run())
+    plans = [replace(PLAN, index=seed, task=Task("t", seed, {})) for seed in range(3)]
+    outcomes = await asyncio.gather(*map(player.play, plans))
+    watching.cancel()
+    await player.close()
+    here, line = Path(__file__).name, Blocking.run.__code__.co_firstlineno
+    assert [outcome.reward for outcome in outcomes] == [1.0, None, 1.0]
+    detail = outcomes[1].detail or ""
+    assert detail.startswith(f"the agent kept the event loop for 2 s at {here}:")
+    assert int(detail.split(f"{here}:")[1].split(":")[0]) - line in (1, 2)
+    assert len(told) == 1 and told[0].startswith(f"the event loop has stood still for 0.5 s at {here}:")
 
 
 async def test_a_task_that_cannot_be_had_is_a_sentence_and_one_that_never_comes_holds_nobody_up() -> None:

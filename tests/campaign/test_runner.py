@@ -252,6 +252,14 @@ def test_a_status_that_cannot_be_read_gets_the_true_one_when_the_run_ends(tmp_pa
     assert runs.open(tmp_path).campaign.select("state", "error").row(0) == ("stopped", "stopped by Ctrl-C (SIGINT)")
 
 
+def test_a_stopped_run_is_told_by_the_signal_that_the_runner_got_and_not_by_the_kernels_interrupt(tmp_path):
+    with RunWriter(tmp_path) as writer:
+        writer.status(status="stopped", phase="stopped", error="stopped by an interrupt", step=2)
+    runner._close_store(tmp_path, Outcome("stopped", "SIGTERM", "stopped by SIGTERM"))
+    status = orjson.loads((tmp_path / "status.json").read_bytes())
+    assert (status["status"], status["error"], status["step"]) == ("stopped", "stopped by SIGTERM", 2)
+
+
 def test_the_notebook_of_a_run_under_way_is_not_written_over_by_its_report(tmp_path):
     (tmp_path / "status.json").write_text('{"status": "running"}')
     holder = os.open(tmp_path, os.O_RDONLY)

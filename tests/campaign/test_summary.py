@@ -82,6 +82,15 @@ def test_a_stopped_runs_summary_counts_the_groups_that_verify_finds(tmp_path):
     assert summary.rows_per_group == [4, 4, 4]
 
 
+def test_a_step_that_was_taken_before_the_stop_is_told_beside_those_with_a_line(tmp_path):
+    run_dir = make_run(tmp_path / "stored")
+    lines = (run_dir / "steps.jsonl").read_bytes().splitlines(keepends=True)
+    (run_dir / "steps.jsonl").write_bytes(b"".join(lines[:-1]))
+    summary = summarise(run_dir, notebook=Path("n.ipynb"), outcome=Outcome("stopped"), seconds=3.0)
+    assert (summary.steps, summary.unrecorded_steps) == (len(lines) - 1, 1)
+    assert f"optimiser steps            {len(lines) - 1} and 1 taken whose weights were not out, " in summary.text()
+
+
 def test_of_very_many_rejected_rollouts_the_first_are_named_and_the_rest_counted(tmp_path):
     stored = StoredRun(tmp_path / "run")
     stored.step(1, [["plain", *["edit"] * 15]])
@@ -137,7 +146,7 @@ def test_progress_says_what_the_status_knows():
     assert describe({"status": "running", "phase": "set-up"}) == "set-up"
     status = {"phase": "training", "step": 3, "steps": 6, "weight_version": 2, "token_in_rate_after_roots": 1.0}
     assert describe(status | {"reward_mean": 0.25, "rejected": 1}) == (
-        "step 3/6 · training · reward 0.250 · 1 rejected · token_in 1 · weights v2"
+        "step 3/6 · training · reward 0.250 · 1 rejected · token_in after roots 1 · weights v2"
     )
 
 

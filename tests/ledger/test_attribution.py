@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from speech import commit, model, user
 
 from workbench.ledger import LedgerStore, attribute_terminal
+from workbench.ledger.attribution import DECLARED_FAILURES, REASONS
 from workbench.wire import CallRecord
 
 R = "run.0.0.0"
@@ -62,6 +65,13 @@ def test_what_the_witnesses_say(
 ) -> None:
     found = attribute_terminal(records, response, declared)
     assert (found.terminal, found.method, found.reason) == expected
+    assert set(found.reason.split(",")) - {""} <= REASONS.keys()
+
+
+def test_every_code_that_the_witnesses_may_say_is_explained() -> None:
+    source = Path(inspect.getfile(attribute_terminal)).read_text().split("class Attribution")[1]
+    codes = re.findall(r'"((?:no|response|content)_[a-z_]+|witness_\w+|corroborated_by)', source)
+    assert {*codes, *DECLARED_FAILURES} - {"response_id"} <= REASONS.keys()
 
 
 def test_witnesses_that_name_different_tokens_mask_the_rollout_and_are_both_kept(records: list[CallRecord]) -> None:

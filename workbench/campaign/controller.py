@@ -26,6 +26,7 @@ from workbench.campaign.left_off import NOTHING_YET, LeftOff, read_left_off, rem
 from workbench.campaign.resume import catch_up
 from workbench.campaign.rollouts import AgentRunner, RolloutPlayer
 from workbench.campaign.sampling import RolloutPump
+from workbench.campaign.standstill import Standstill
 from workbench.campaign.state import CampaignState
 from workbench.campaign.training import TrainPump
 from workbench.config import Recipe
@@ -158,10 +159,12 @@ class Campaign:
 
     async def _run_pumps(self, sampling: RolloutPump, training: TrainPump) -> None:
         watch, every_s = self.state.watch, self.recipe.deadlines.heartbeat_s
+        standstill = Standstill(self.recipe.rollouts.timeout_s, AgentRunner.run_agent, self._stands_still)
         async with asyncio.TaskGroup() as tasks:
             watches = [
                 tasks.create_task(watch.measure_loop_lag()),
                 tasks.create_task(watch.until_stalled()),
+                tasks.create_task(standstill.run()),
                 tasks.create_task(self.state.sweeper.run()),
                 *(
                     tasks.create_task(watch.until_dead(part, beat, every_s))
@@ -173,6 +176,10 @@ class Campaign:
             await rollouts
             for task in watches:
                 task.cancel()
+
+    def _stands_still(self, what: str) -> None:
+        self.writer.event("standstill", what=what)
+        self.writer.status_soon(phase=what)
 
     async def _sweep_up(self) -> None:
         """Wait until the worker has staged its last call, and leave both partitions of TransferQueue empty."""

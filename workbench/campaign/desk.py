@@ -120,8 +120,9 @@ class ReceiptDesk:
         manifest = await self._control.manifest(rollout_id)
         if not manifest.records and not manifest.failures:
             known = self.open_rollouts()
-            some = f"{', '.join(known[:_SHOWN])}{', …' if len(known) > _SHOWN else ''}" if known else "none yet"
-            raise RunStoreError(f"Rollout {rollout_id} has no call in this run; without a receipt there are: {some}")
+            some = f"those without a receipt: {', '.join(known[:_SHOWN])}{', …' if len(known) > _SHOWN else ''}"
+            what = some if known else "no rollout waits for a receipt"
+            raise RunStoreError(f"Rollout {rollout_id} has no call in this run; {what}")
         responses = [record.response_id for record in manifest.records]
         named = None if terminal is None else response_id_of(manifest.records, terminal)
         if named is not None and named not in responses and not manifest.failures:

@@ -34,7 +34,7 @@ class EchoPlayer(AgentRunner):
         rollout_id = plan.rollout_id
         started = time.monotonic()
         echo = EchoClient(self._client("/v1"), self._sampling, self._weight_version, rollout_id)
-        result, error = await self._run_agent(plan, echo)
+        result, error = await self.run_agent(plan, echo)
         reward = await self._scored(plan, result, error)
         response = result.response if result is not None else None
         self._finalizer.chains[rollout_id] = chain_of(echo.calls, str((response or {}).get("id")))

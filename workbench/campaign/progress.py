@@ -76,7 +76,7 @@ def describe(status: dict[str, Any]) -> str:
     for key, words, spec in (
         ("reward_mean", "reward {}", ".3f"),
         ("rejected", "{} rejected", "d"),
-        ("token_in_rate_after_roots", "token_in {}", ".3g"),
+        ("token_in_rate_after_roots", "token_in after roots {}", ".3g"),
         ("groups", "{} groups", "d"),
         ("weight_version", "weights v{}", "d"),
     ):

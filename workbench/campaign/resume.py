@@ -160,8 +160,16 @@ def _check_changes(run_dir: Path, before: Recipe, after: Recipe) -> None:
         raise RecipeError(
             f"{key}: a resumed run keeps its recipe, because its steps would otherwise be of two experiments; it was "
             f"{was.get(key)!r}, got {value!r}. What may change: train.steps, deadlines, and what the machine offers. "
-            f"Next: start a new run; it may begin from {run_dir}/checkpoints/step-N/model (model.path)"
+            f"Next: start a new run; {_a_beginning(run_dir)}"
         )
+
+
+def _a_beginning(run_dir: Path) -> str:
+    """Where a new run can have this one's weights from."""
+    steps = [int(path.parent.name.removeprefix("step-")) for path in run_dir.glob("checkpoints/step-*/model")]
+    if not steps:
+        return "this one left no checkpoint to begin from, as checkpoint.every was 0 or it took too few steps"
+    return f"it may begin from model.path={run_dir}/checkpoints/step-{max(steps)}/model"
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

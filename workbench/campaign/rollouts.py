@@ -25,6 +25,7 @@ import orjson
 
 from workbench import own_code
 from workbench.campaign.environments import AgentResult, Environment, Reward, Task, fit
+from workbench.campaign.standstill import SHARE, StoodStill
 from workbench.errors import LedgerCorrupt
 from workbench.finalizer.messages import RolloutOutcome
 from workbench.gateway.client import ControlClient
@@ -32,6 +33,8 @@ from workbench.ledger.receipts import OnNoWitness, assemble_receipt
 from workbench.wire import Cause, RolloutManifest
 
 T = TypeVar("T")
+
+_LET_GO = "all other rollouts waited. Next: `await`, or work in `asyncio.to_thread`"
 
 
 @dataclass(frozen=True)
@@ -118,8 +121,8 @@ class AgentRunner(ABC):
         except BaseException as error:  # `exit()` too: this thread is the reward's alone
             return f"its reward raised {own_code.raised(error)}"
 
-    async def _run_agent(self, plan: RolloutPlan, client: Any) -> tuple[AgentResult | None, str | None]:
-        """(result, None) or (result or None, one sentence saying why the rollout has no vote)."""
+    async def run_agent(self, plan: RolloutPlan, client: Any) -> tuple[AgentResult | None, str | None]:
+        """What the agent came to: (result, None), or (result or None, a sentence why the rollout has no vote)."""
         if isinstance(plan.task, str):
             return None, plan.task
         # Seeded by place, not by process: a replayed campaign plays the same agents whatever finished first.
@@ -133,6 +136,9 @@ class AgentRunner(ABC):
             if limit.expired():
                 return None, f"the agent did not finish within rollouts.timeout_s={self._timeout_s:g}"
             return None, f"the agent raised {own_code.raised(error)}"
+        except StoodStill as error:
+            at = own_code.raised_at(error)
+            return None, f"the agent kept the event loop for {SHARE * self._timeout_s:g} s{at}: {_LET_GO}"
         except openai.OpenAIError as error:
             return None, f"the agent's call failed: {own_code.named(error)}"
         except asyncio.CancelledError as error:
@@ -162,7 +168,7 @@ class RolloutPlayer(AgentRunner):
     async def play(self, plan: RolloutPlan) -> RolloutOutcome:
         rollout_id = plan.rollout_id
         started = time.monotonic()
-        result, error = await self._run_agent(plan, self._client(f"/ng-rollout/{rollout_id}/v1"))
+        result, error = await self.run_agent(plan, self._client(f"/ng-rollout/{rollout_id}/v1"))
         try:
             closed = await self._control.freeze(rollout_id)
         except LedgerCorrupt as damage:

@@ -352,9 +352,13 @@ def _exit_code(outcome: Outcome, stop_signal: int | None) -> int:
 def _close_store(run_dir: Path, outcome: Outcome) -> None:
     """Give the run store its last status where the kernel could not: it died, or never came that far."""
     status = read_status(run_dir) or {"run": run_dir.name}
-    if status.get("status") in ENDED:
-        return
     error = outcome.told
+    if status.get("status") in ENDED:
+        # The kernel saw an interrupt, whatever the signal was that the runner passed on.
+        if status["status"] == outcome.status == "stopped" and status.get("error") != error:
+            with contextlib.suppress(RunStoreError), RunWriter(run_dir) as writer:
+                writer.status({**status, "error": error})
+        return
     with contextlib.suppress(RunStoreError), RunWriter(run_dir) as writer:
         writer.event("ended_by_runner", status=outcome.status, error=error)
         writer.status({**status, "status": outcome.status, "phase": "ended by the runner", "error": error})

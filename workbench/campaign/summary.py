@@ -32,6 +32,8 @@ class Summary:
     notebook: str
     html: str
     steps: int
+    unrecorded_steps: int
+    """Taken, but stopped before their weights were out and their line written; `resume` does both."""
     weight_version: int | None
     groups: int
     rows_per_group: list[int]
@@ -83,7 +85,8 @@ class Summary:
             *([f"  resumed                    {self.resumed} × (the time is since then)"] if self.resumed else []),
             f"  notebook                   {self.notebook}",
             f"  page                       {self.html}",
-            f"  optimiser steps            {self.steps}, weight version {_dash(self.weight_version)}",
+            f"  optimiser steps            {self.steps}{self._taken_without_a_line()}, "
+            f"weight version {_dash(self.weight_version)}",
             f"  groups                     {self.groups}, rows in every group: {rows}",
             f"  rollouts                   {self.valid_rollouts} of {self.rollouts} valid, {self.calls} calls"
             + (f" and {self.unfinished_calls} of unfinished ones" if self.unfinished_calls else ""),
@@ -113,6 +116,9 @@ class Summary:
             more = ", ".join(f"{cause} {count}" for cause, count in rest.most_common())
             lines.append(f"    and {len(self.rejected) - _SHOWN_REJECTIONS} more ({more}), all in summary.json")
         return "\n".join(lines)
+
+    def _taken_without_a_line(self) -> str:
+        return f" and {self.unrecorded_steps} taken whose weights were not out" if self.unrecorded_steps else ""
 
     def _why_nothing_was_trained(self) -> list[str]:
         run_dir = Path(self.notebook).parent
@@ -154,6 +160,7 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
         notebook=str(notebook),
         html=str(notebook.with_suffix(".html")),
         steps=steps.height,
+        unrecorded_steps=len(set(scored["step"].to_list()) - set(steps["step"].to_list())),
         weight_version=campaign["weight_version"],
         groups=len(finished),
         rows_per_group=rollouts.group_by("group_id").len().sort("group_id")["len"].to_list(),

@@ -161,7 +161,7 @@ ROLLOUTS = (
         "where a placeholder's prompt is from: sibling, root_carry or bos; null: valid row",
     ),
     C("cause", "str", "", "the one primary cause of a rejection; null for a valid row"),
-    C("detail", "str", "", "one sentence about the cause"),
+    C("detail", "str", "", "what was found, in a sentence; or reason codes, which are explained under Causes"),
     C("call_id", "str", "", "call at which verification failed, where known"),
     C("position", "i64", "tokens", "token position in that call's delta, where known"),
     C("terminal_model_call_id", "str", "", "call that ends the trajectory"),

@@ -18,6 +18,7 @@ from workbench.campaign.environments.fit import task_of, unfit
 from workbench.campaign.environments.guess_number import GuessNumber
 from workbench.campaign.environments.misbehave import Misbehaving
 from workbench.campaign.environments.say_briefly import SayBriefly
+from workbench.capture.deadline import call_with_deadline
 from workbench.errors import RecipeError, WorkbenchError
 from workbench.nearest import did_you_mean
 from workbench.recipe_schema import Misbehave, Recipe
@@ -45,11 +46,11 @@ def make_environment(recipe: Recipe) -> Environment:
     """The environment that a recipe names.
 
     Raises RecipeError on an unknown name, option or option value, and for one of your own that does not `fit`: its
-    first task is asked for.
+    first task is asked for, and must come within `rollouts.timeout_s`.
     """
     settings = recipe.environment
     if own_code.names_own_code(settings.name):
-        return _misbehaving(_own(settings.name, settings.options, task_seed(recipe, 0)), recipe)
+        return _misbehaving(_own(recipe), recipe)
     make = ENVIRONMENTS.get(settings.name)
     if make is None:
         hint, names = did_you_mean(settings.name, ENVIRONMENTS), ", ".join(ENVIRONMENTS)
@@ -73,7 +74,8 @@ def _misbehaving(environment: Environment, recipe: Recipe) -> Environment:
     return Misbehaving(environment, shares, window_tokens=recipe.model.max_model_len)
 
 
-def _own(path: str, options: Mapping[str, Any], seed: int) -> Environment:
+def _own(recipe: Recipe) -> Environment:
+    path, options, timeout_s = recipe.environment.name, recipe.environment.options, recipe.rollouts.timeout_s
     found = own_code.load(path, "environment.name:")
     missing = [part for part in ("name", "min_calls", "task", "run", "reward") if not hasattr(found, part)]
     if not isinstance(found, type) or missing:
@@ -86,7 +88,11 @@ def _own(path: str, options: Mapping[str, Any], seed: int) -> Environment:
     except (Exception, SystemExit) as error:
         what = f"cannot be made from environment.options: {own_code.raised(error)}"
         raise RecipeError(f"environment.name: {path!r} {what}") from error
-    fault = unfit(environment) or task_of(environment, seed)
+    seed = task_seed(recipe, 0)
+    try:
+        fault = unfit(environment) or call_with_deadline(lambda: task_of(environment, seed), timeout_s)
+    except TimeoutError:
+        fault = f"task({seed}) did not come within rollouts.timeout_s={timeout_s:g}"
     if isinstance(fault, str):
         raise RecipeError(f"environment.name: {path!r}: {fault}; see `Environment` in {base.__name__}")
     return environment

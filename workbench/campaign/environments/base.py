@@ -6,7 +6,7 @@ order is: `task` → `run` → freeze → `reward`, so nothing that happens duri
 
 A rollout that goes wrong is data: an agent whose window is full ends with what it has and says so in
 `AgentResult.ended_early`, and its chain still trains; only faults of the connection are raised. Sampling settings are
-not the agent's: they belong to the recipe, and the gateway refuses others.
+not the agent's: they belong to the recipe, and the gateway replaces others and counts them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class AgentResult:
 
 @dataclass(frozen=True)
 class Reward:
-    """`total` in [0, 1]; `components` are its parts before weighting, each in [0, 1]."""
+    """`total`, any finite number; `components` are its parts by name. Those shipped are in [0, 1]."""
 
     total: float
     components: dict[str, float] = field(default_factory=dict)
