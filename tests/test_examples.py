@@ -68,9 +68,8 @@ async def test_the_environment_in_the_documents_is_played_and_scored(tmp_path):
     exec(code, names)
 
     async def refuse(**request: Any) -> None:
-        raise openai.BadRequestError(
-            "too long", response=httpx.Response(400, request=httpx.Request("POST", "/")), body={}
-        )
+        answer: Any = httpx.Response(400, request=httpx.Request("POST", "http://gateway"))
+        raise openai.BadRequestError("too long", response=answer, body={})
 
     client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=refuse)))
     environment = names["Letters"]({})

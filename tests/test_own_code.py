@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from workbench.errors import RecipeError
-from workbench.own_code import load
+from workbench.own_code import load, raised
 
 
 def test_a_file_that_failed_is_read_anew_and_one_that_did_not_is_read_once(tmp_path: Path) -> None:
@@ -43,3 +44,18 @@ def test_a_class_that_is_not_there_is_answered_with_those_that_are(tmp_path: Pat
 def test_a_file_without_a_class_is_told_what_to_add(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"names a file and no class in it; expected mine\.py:Class"):
         load("mine.py", "environment.name:")
+
+
+async def _say() -> tuple[str, dict[str, str]]:
+    return "", {}
+
+
+def test_a_call_that_was_not_awaited_is_asked_about() -> None:
+    pending: Any = _say()
+    uses = (lambda: tuple(pending), lambda: pending[0], lambda: pending.choices)
+    for use in uses:
+        with pytest.raises((TypeError, AttributeError)) as caught:
+            use()
+        assert raised(caught.value).endswith("; is an await missing there?")
+    pending.close()
+    assert raised(TypeError("expected a number")) == "TypeError: expected a number"

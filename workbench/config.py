@@ -168,7 +168,7 @@ def _ancestry(path: Path, seen: tuple[Path, ...]) -> list[_Layer]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise RecipeError(f"{shown}: cannot be read as YAML: {_one_line(error)}") from error
     if not isinstance(values, DictConfig):
-        raise RecipeError(f"{shown}: expected a mapping of sections, got a {type(values).__name__}")
+        raise RecipeError(f"{shown}: expected a mapping of sections, got a list")
     written = _plain(values)
     defaults = written.pop("defaults", None)
     values = OmegaConf.masked_copy(values, list(written))
@@ -243,7 +243,7 @@ def _check_keys(values: Any, schema: type[BaseModel], origin: str, prefix: str =
     if not isinstance(values, Mapping):
         raise RecipeError(
             f"{origin}: {prefix.rstrip('.') or 'recipe'}: expected a section with "
-            f"{', '.join(schema.model_fields)}; got {values!r}"
+            f"{', '.join(schema.model_fields)}; got {_in_words(values)}"
         )
     for key, value in values.items():
         field = schema.model_fields.get(str(key))
@@ -297,9 +297,13 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
         key = key or message.partition(":")[0]
         message = message if message.startswith(key) else f"{key}: {message}"
     else:
-        message = f"{key}: expected {allowed_in_words(fault['loc'])}, got {fault['input']!r}"
+        message = f"{key}: expected {allowed_in_words(fault['loc'])}, got {_in_words(fault['input'])}"
     origin = origins.get(key) or next((o for k, o in origins.items() if k.startswith(key + ".") and o != SCHEMA), None)
     return (f"{origin}: " if origin not in (None, SCHEMA) else "") + message + more
+
+
+def _in_words(value: Any) -> str:
+    return "nothing" if value is None else repr(value)
 
 
 def allowed_in_words(location: Sequence[int | str]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import sysconfig
 import traceback
@@ -89,7 +90,9 @@ def _from_file(file: Path) -> ModuleType:
 def raised(error: BaseException) -> str:
     """`KeyError: 'score' at my_env.py:31`, the place being the deepest one that neither Python nor a package has."""
     # Where all of it is a package's, the one that we called counts: that is where theirs begins.
-    return f"{named(error)}{raised_at(error) or _at(_called(error)[:1])}"
+    said = named(error)
+    unawaited = isinstance(error, (TypeError, AttributeError)) and re.search(r"\bcoroutine\b", said)
+    return f"{said}{raised_at(error) or _at(_called(error)[:1])}{'; is an await missing there?' if unawaited else ''}"
 
 
 def named(error: BaseException) -> str:

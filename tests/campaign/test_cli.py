@@ -155,6 +155,12 @@ def test_a_mistake_is_the_same_line_in_a_process_of_its_own():
     assert done.stderr.count("\n") == 1
 
 
+def test_the_package_itself_is_the_command_line():
+    command = [sys.executable, "-m", "workbench", "recipe", "check", "cpu_smollm2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "cpu_smollm2: good\n"
+
+
 def test_debug_shows_the_traceback():
     done = workbench("recipe", "check", "cpu_smoke", "x", WORKBENCH_DEBUG="1")
     assert done.returncode == 1
@@ -195,6 +201,16 @@ def test_a_dry_run_that_finds_something_lacking_is_not_good(capsys):
     assert "lacking    model.path: no model at '/nope'; expected a folder" in said.out
     assert said.err == "workbench: cpu_smoke cannot run here: 1 lacking, see the end of the plan\n"
     assert ended("run", "cpu_smoke", "--dry-run") == 0
+
+
+def test_routes_of_a_model_without_experts_are_refused_before_anything_starts(tmp_path, capsys, tiny_model):
+    wanted = ("cpu_smoke", f"model.path={tiny_model}", "token_capture.routes=true", f"reports.dir={tmp_path}")
+    for command in (("recipe", "check"), ("run", "--dry-run"), ("doctor", "--quick"), ("run",), ("serve",)):
+        assert ended(*command, *wanted) == 2
+        said = capsys.readouterr()
+        assert "the model has no experts" in said.out + said.err
+    assert not list(tmp_path.iterdir())
+    assert ended("recipe", "check", "cpu_smoke", "token_capture.routes=true", "model.path=/nope") == 0
 
 
 def test_doctor_names_a_port_in_use_with_its_key():

@@ -116,6 +116,8 @@ def test_origins_say_where_each_value_came_from(tmp_path):
         ("train.steps=many", "train.steps: expected a whole number ≥ 1, got 'many'"),
         ("train.steps=0", "train.steps: expected a whole number ≥ 1, got 0"),
         ("train.steps=true", "train.steps: expected a whole number ≥ 1, got True"),
+        ("train.steps=", "train.steps: expected a whole number ≥ 1, got nothing"),
+        ("train=", "train: expected a section with"),
         ('train.steps="3"', "train.steps: expected a whole number ≥ 1, got '3'"),
         ("train.learning_rate=.inf", "train.learning_rate: expected a number > 0.0"),
         ("train.loss.tis_cap=abc", "train.loss.tis_cap: expected a number > 0.0 or null, got 'abc'"),
@@ -147,7 +149,7 @@ def test_a_wrong_override_is_refused_in_one_line(override, expected):
     [
         ("trian: {steps: 3}\n", "r.yaml: unknown key trian, did you mean train?"),
         (MINIMAL + "train: {steps: x}\n", "r.yaml: train.steps: expected a whole number"),
-        ("- a\n", "r.yaml: expected a mapping of sections"),
+        ("- a\n", "r.yaml: expected a mapping of sections, got a list"),
         ("train: {\n", "r.yaml: cannot be read as YAML"),
         ("seed: 1\nseed: 2\n", "r.yaml: cannot be read as YAML"),
         ("defaults: nowhere.yaml\n", "no file 'nowhere.yaml'"),

@@ -65,3 +65,4 @@ async def test_an_environment_that_does_not_fit_ends_the_run_before_its_parts_st
     with pytest.raises(RecipeError, match="it lacks name, min_calls, task, run, reward"):
         await run_campaign(recipe, tmp_path / "run", make_fleet=lambda *_, **__: pytest.fail("it has been started"))
     assert "it lacks name" in runs.open(tmp_path / "run").campaign["error"][0]
+    assert runs.open(tmp_path / "run").events["kind"].to_list() == ["set_up", "failed"]  # it began when it was set up

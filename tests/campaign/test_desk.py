@@ -287,9 +287,12 @@ def test_a_receipt_counts_calls_as_inspect_does(tmp_path: Path) -> None:
     verdict = Verdict.model_construct(
         **dict.fromkeys(Verdict.model_fields)
         | {"verified": False, "calls": row["calls"], "failed_calls": row["failed_calls"]}
+        | {"cause": "unresolved_parent", "detail": "assistant_text_changed"}
     )
     total = row["calls"] + 1
-    assert f"calls     {total}, 1 of them failed\n" in verdict_text(verdict, tmp_path)
+    said = verdict_text(verdict, tmp_path)
+    assert f"calls     {total}, 1 of them failed\n" in said
+    assert "detail    assistant_text_changed: The model's own text came back changed.\n" in said
     assert f"· {total} calls ·" in repr(PrefixChain(run, row["rollout_id"]))
 
 
@@ -315,6 +318,19 @@ async def test_what_no_receipt_was_ever_asked_with_and_a_group_that_is_stored_ar
     desk.finalised["two"] = "g1"
     with pytest.raises(RunStoreError, match=r"Group g1 is stored already\. Next: choose another --group"):
         await desk.receipt({"rollouts": ["one"], "group": "g1"})
+
+
+def test_a_stop_is_said_once_and_an_error_that_ends_it_says_that_it_stops(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunWriter(tmp_path / "run") as writer:
+        session = _Session(load_recipe("cpu_smoke"), tmp_path / "run", writer)
+        session.stop(2)
+        session._phase("stopping")
+        session._phase("gateway did not stop")
+        assert capsys.readouterr().err == "gateway did not stop\n"  # the signal's handler said it
+        _Session(load_recipe("cpu_smoke"), tmp_path / "run", writer)._phase("stopping")
+        assert capsys.readouterr().err == "stopping\n"
 
 
 async def test_train_rows_that_cannot_be_cleared_cost_no_receipt_and_are_told(

@@ -69,7 +69,7 @@ def test_one_that_fits_is_made_and_a_fault_is_played_by_it_too(file):
         ('"mine", 1\n', '"mine", "one"\n', "min_calls is 'one' (a str), expected a whole number, 0 or more"),
         ('"mine", 1\n', "None, 1\n", "name is None, expected a text"),
         ("self.options = options", "1 / 0", "cannot be made from environment.options: ZeroDivisionError: "),
-        ("self, options", "self", "cannot be made from environment.options: TypeError: "),
+        ("self, options", "self", "(too many positional arguments), expected def __init__(self, options)"),
         ("class Mine", "exit(3)\nclass Mine", "cannot be imported (SystemExit: 3 at my_env.py:4)"),
         ("class Mine", "{}['x']\nclass Mine", "cannot be imported (KeyError: 'x' at my_env.py:4)"),
         ("class Mine", "class Mime", "has no 'Mine', did you mean Mime? It has Mime"),

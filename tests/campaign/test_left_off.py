@@ -51,6 +51,13 @@ def test_a_finished_run_has_nothing_open(run):
     assert left.rejections.total() == 3
 
 
+def test_a_run_that_was_stopped_before_it_had_started_is_counted_as_resumed_too(run):
+    assert read_left_off(run).segments == 1
+    with (run / "events.jsonl").open("ab") as file:
+        file.write(b'{"kind": "resumed"}\n')
+    assert read_left_off(run).segments == 2  # one event `started`, of the second time
+
+
 def test_a_finished_group_that_no_step_took_is_waiting(run):
     untake(run, 4)
     left = read_left_off(run)

@@ -236,7 +236,7 @@ def test_an_interrupt_ends_everything_and_the_run_says_so(served: Served) -> Non
     assert served.family() == []
     assert not desk.parent.exists()
     said = served.stderr.read_text()
-    assert "stopping on Ctrl-C (SIGINT)" in said and "before it served" not in said
+    assert said.count("stopping") == 1 and "stopping on Ctrl-C (SIGINT)" in said and "before it served" not in said
     assert re.search(
         r"stopped after it served \d+ rollouts with \d+ calls: \d+ captured, \d rollouts with a receipt", said
     )
@@ -263,6 +263,7 @@ def test_a_stop_that_reaches_ray_too_before_it_serves_leaves_its_true_status(tmp
     assert (status["status"], status["phase"]) == ("stopped", "stopped")
     assert status["error"] == "stopped by SIGTERM while it was still starting data plane"
     assert runs.open(server.run_dir).campaign["state"].to_list() == ["stopped"]
+    assert runs.open(server.run_dir).events["kind"][0] == "set_up"
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while server.family():
         assert time.monotonic() < deadline, server.family()

@@ -17,6 +17,7 @@ from workbench.campaign.runner import NotebookResult, tell
 from workbench.campaign.summary import summarise
 from workbench.campaign.verify_run import verify_run
 from workbench.errors import RunStoreError
+from workbench.runs.shelf import overview
 from workbench.runs.writer import RunWriter
 
 
@@ -61,6 +62,18 @@ def test_calls_of_rollouts_that_were_still_played_are_counted_apart(tmp_path):
     summary = summarise(stored.run_dir, notebook=Path("n.ipynb"), outcome=Outcome("stopped"), seconds=3.0)
     assert (summary.calls, summary.unfinished_calls) == (finished, 2)
     assert f"2 of 2 valid, {finished} calls and 2 of unfinished ones" in summary.text()
+
+
+def test_the_list_of_runs_has_the_rates_of_the_summary(tmp_path):
+    stored = StoredRun(tmp_path / "run")
+    stored.step(1, [["plain", "plain"]])
+    stored.play("run.9.0.0", 2, kind="edit")
+    stored.finish()
+    summary = summarise(stored.run_dir, notebook=Path("n.ipynb"), outcome=Outcome("stopped"), seconds=3.0)
+    assert summary.unfinished_calls
+    (row,) = overview([stored.run_dir]).iter_rows(named=True)
+    assert row["token_in_rate"] == summary.token_in_rate
+    assert row["token_in_rate_after_roots"] == summary.token_in_rate_after_roots == 1.0
 
 
 def test_a_stopped_runs_summary_counts_the_groups_that_verify_finds(tmp_path):
@@ -138,7 +151,7 @@ def test_a_run_whose_recipe_is_at_fault_is_not_said_to_go_on(tmp_path, capsys):
     outcome = Outcome("failed", "RecipeError", "train.advantage.name: gdpo needs the parts.")
     tell(NotebookResult(tmp_path / "campaign.ipynb", tmp_path / "campaign.html", outcome, 2, None))
     said = "workbench: the run failed: RecipeError: train.advantage.name: gdpo needs the parts; see"
-    assert capsys.readouterr().err == f"{said} {tmp_path}/campaign.ipynb\n"
+    assert capsys.readouterr().err == f"{said} {tmp_path}/campaign.ipynb; mend the recipe and run again\n"
 
 
 def test_progress_says_what_the_status_knows():
@@ -209,10 +222,24 @@ def test_whoever_is_told_that_a_run_ended_is_told_how_to_go_on_with_it(tmp_path,
     assert capsys.readouterr().err == f"{said}; to go on with it: workbench resume {tmp_path}\n"
 
 
+@pytest.mark.parametrize("error", ["SetupError", "RecipeError"])
+def test_a_run_that_could_not_start_is_no_run_to_go_on_with(tmp_path, capsys, error):
+    with RunWriter(tmp_path) as writer:
+        outcome = Outcome("failed", error, "no")
+        ended = NotebookResult(tmp_path / "campaign.ipynb", tmp_path / "campaign.html", outcome, 2, None)
+        tell(ended)
+        assert capsys.readouterr().err.endswith("campaign.ipynb; mend the recipe and run again\n")
+        writer.event("group_started", group_id="g00000", rollout_ids=["run.0.0.0"])
+        tell(ended)
+        on = f"; to go on with it: workbench resume {tmp_path}" if error == "SetupError" else ""
+        assert capsys.readouterr().err.endswith(f"campaign.ipynb{on}\n")
+
+
 def test_a_count_down_is_one_line_where_there_is_no_terminal(tmp_path):
     stream = io.StringIO()
     line = ProgressLine(tmp_path, stream)
     for left in (45, 44, 43):
+        (tmp_path / "status.json").write_bytes(orjson.dumps({"phase": f"stopping part {left}"}))
         line.tick("stopping on SIGINT", f"; killed in {left} s")
     assert stream.getvalue() == "0:00  stopping on SIGINT; killed in 45 s\n"
 

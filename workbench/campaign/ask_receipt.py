@@ -14,6 +14,7 @@ from workbench import runs
 from workbench.campaign.desk import ReceiptAsked, Verdict, checked_group
 from workbench.campaign.desk_socket import ask
 from workbench.errors import ComponentDied, RunStoreError
+from workbench.inspect.causes import explain, is_known
 from workbench.runs.condition import broken_status, state_of
 
 # Beside the finalizer's own deadline: the gateway's control calls, and a group that is being finalised before this one.
@@ -82,7 +83,7 @@ def verdict_text(verdict: Verdict, run_dir: Path) -> str:
         place += f", token {verdict.position}" if verdict.position is not None else ""
         lines = [
             f"Rollout {verdict.rollout_id}: rejected, {verdict.cause}{place}",
-            *([f"  detail    {' '.join(verdict.detail.split())}"] if verdict.detail else []),
+            *([f"  detail    {_detail(verdict.detail)}"] if verdict.detail else []),
             f"  terminal  {'call ' + verdict.terminal if verdict.terminal else 'none'}, {_selection(verdict)}",
             f"  calls     {calls}{failed}",
         ]
@@ -91,6 +92,11 @@ def verdict_text(verdict: Verdict, run_dir: Path) -> str:
         f"  look      workbench inspect {run_dir} {verdict.rollout_id}",
     ]
     return "\n".join(lines)
+
+
+def _detail(detail: str) -> str:
+    said = " ".join(detail.split())
+    return f"{said}: {explain(said)}" if is_known(said) else said
 
 
 def _selection(verdict: Verdict) -> str:

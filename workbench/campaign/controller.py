@@ -69,6 +69,7 @@ async def run_campaign(
         refuse_taken(run_dir)
     with RunWriter(run_dir) as writer:
         left = _take_over(run_dir, writer) if resume else NOTHING_YET
+        writer.event("set_up")  # the parts have `started` minutes later
         writer.status(status="running", phase="set-up", run=run_dir.name, resumed=left.segments)
         store_recipe(run_dir, recipe.model_dump(mode="json"))
         try:

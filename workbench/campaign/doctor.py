@@ -69,6 +69,8 @@ def before_a_run(recipe: Recipe, *, training: bool = True) -> Iterator[Finding]:
     yield reports(recipe)
     yield model(recipe)
     yield window(recipe)
+    if recipe.token_capture.routes:
+        yield routes(recipe)
     if recipe.engine.tensor_parallel > 1:
         yield heads(recipe)
 
@@ -83,7 +85,7 @@ def refuse_unable(recipe: Recipe, *, training: bool = True) -> None:
 def remarks(recipe: Recipe) -> Iterator[str]:
     """What is right and may still surprise, a line each. Raises RecipeError where the model, if it is on this machine,
     cannot be what the recipe makes of it; recipes are also checked on machines that will not run them."""
-    for finding in (window(recipe), heads(recipe)):
+    for finding in (window(recipe), heads(recipe), routes(recipe)):
         if not finding.good:
             raise RecipeError(f"{finding.what}: {finding.found}; {finding.cure}")
     if not recipe.token_capture.enabled:
@@ -179,6 +181,15 @@ def heads(recipe: Recipe) -> Finding:
         found = f"{parts}, and the model has {number} attention heads"
         return Finding("engine.tensor_parallel", found, f"set it to one of {divisors}")
     return Finding("engine.tensor_parallel", f"{parts}, of {number or 'unknown'} attention heads")
+
+
+def routes(recipe: Recipe) -> Finding:
+    """Whether the model has experts, where the recipe wants to know which of them each token took."""
+    wanted = recipe.token_capture.routes
+    if wanted and model(recipe).good and not _said_by_model(recipe, models.experts_of):
+        cure = "set it to false, or choose a mixture of experts such as tiny-moe"
+        return Finding("token_capture.routes", "true, and the model has no experts, so no token has a route", cure)
+    return Finding("token_capture.routes", str(wanted).lower())
 
 
 def _said_by_model(recipe: Recipe, asked: Callable[[Path], int]) -> int:

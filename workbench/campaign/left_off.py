@@ -103,7 +103,8 @@ def read_left_off(run_dir: Path) -> LeftOff:
         unrecorded={step: groups for step, groups in sorted(trained.items()) if step not in step_lines},
         open_groups=sorted(open_groups, key=lambda group: group.number),
         next_group=max(attempts, default=-1) + 1,
-        segments=max(1, kinds["started"]),
+        # A run that was stopped before it had `started` has `resumed` all the same.
+        segments=max(kinds["started"], kinds["resumed"] + 1),
         replaced=kinds["group_replaced"],
         evicted=kinds["group_evicted"],
         rejections=Counter(str(event["cause"]) for event in rejected),

@@ -32,7 +32,7 @@ class ProgressLine:
         `detail` is what moves all the time, such as a count-down: by itself it is no reason for a new line.
         """
         status = self._read()
-        key = (note, status.get("phase"), status.get("step"))
+        key = (note,) if note else (status.get("phase"), status.get("step"))
         text = f"{_clock(time.monotonic() - self._began)}  {note or describe(status)}{detail}"
         if self._live:
             width = shutil.get_terminal_size().columns - 1

@@ -42,6 +42,7 @@ from workbench.errors import RecipeError, RunStoreError, SetupError
 from workbench.places import shipped
 from workbench.recipe_schema import RUN_NAME, Recipe
 from workbench.runs.condition import ENDED, read_status
+from workbench.runs.frames import scan_lines
 from workbench.runs.gathered import gather
 from workbench.runs.writer import RunWriter, atomic_file, refuse_taken, store_recipe
 
@@ -113,12 +114,19 @@ def tell(result: NotebookResult) -> int:
             # Of an exception in another process the notebook has the whole traceback; a line has what it was about.
             how = f"failed: {' '.join(root_cause(what).split()).rstrip('.')}"
         run_dir = result.notebook.parent
-        # A run keeps its recipe, so going on would end as this did where the recipe is at fault.
-        stands = result.outcome.status != "done" and result.outcome.error_name != RecipeError.__name__
-        begun = stands and (run_dir / "steps.jsonl").exists()
-        further = f"; to go on with it: workbench resume {run_dir}" if begun else ""
-        print(f"workbench: the run {how}; see {result.notebook}{further}", file=sys.stderr)
+        print(f"workbench: the run {how}; see {result.notebook}{_further(result.outcome, run_dir)}", file=sys.stderr)
     return result.exit_code
+
+
+def _further(outcome: Outcome, run_dir: Path) -> str:
+    """How to go on after what ended a run; nothing where there is nothing to go on with."""
+    begun = (run_dir / "steps.jsonl").exists()
+    sampled = any(event.get("kind") == "group_started" for event in scan_lines(run_dir / "events.jsonl").rows)
+    # A run keeps its recipe, so going on would end as this did where the recipe is at fault.
+    recipe = outcome.error_name == RecipeError.__name__
+    if recipe or (outcome.error_name == SetupError.__name__ and not sampled):
+        return "" if sampled else "; mend the recipe and run again"
+    return f"; to go on with it: workbench resume {run_dir}" if begun and outcome.status != "done" else ""
 
 
 def report(run_dir: Path) -> Path:

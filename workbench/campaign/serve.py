@@ -66,6 +66,7 @@ def serve(recipe: Recipe, run_dir: Path) -> int:
 async def _until_stopped(recipe: Recipe, run_dir: Path) -> int:
     with RunWriter(run_dir) as writer:
         store_recipe(run_dir, recipe.model_dump(mode="json"))
+        writer.event("set_up")  # it is `serving` minutes later
         writer.status(status="running", phase="set-up", run=run_dir.name, command="serve")
         session = _Session(recipe, run_dir, writer)
         task = asyncio.ensure_future(session.run())
@@ -205,7 +206,8 @@ class _Session:
             self.phase = phase
             self._ending |= phase == _STOPPING
             self.writer.status_soon(phase=phase)
-        print(phase, file=sys.stderr, flush=True)
+        if self.stopped_by is None or phase != _STOPPING:  # of a signal it was said on what
+            print(phase, file=sys.stderr, flush=True)
 
     async def _watch(self, fleet: Fleet) -> None:
         while True:

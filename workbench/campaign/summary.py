@@ -17,7 +17,7 @@ import polars as pl
 from workbench import runs
 from workbench.campaign.learned import reward_rise
 from workbench.campaign.notebook_file import Outcome
-from workbench.finalizer.parts import is_whole
+from workbench.runs.shelf import finished_rollouts, token_in_rates
 
 _SHOWN_REJECTIONS = 12
 
@@ -141,18 +141,14 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
     run = runs.open(run_dir)
     for damaged in run.damaged_parts().values():
         raise damaged
-    steps, rollouts, campaign = run.steps, run.rollouts, run.campaign.row(0, named=True)
-    # What `workbench verify` counts, and what a resumed run goes on with: a group that has all of its parts.
-    finished = [group for group in rollouts["group_id"].unique().to_list() if is_whole(run_dir, group)]
-    rollouts = rollouts.filter(pl.col("group_id").is_in(finished))
+    steps, rollouts, campaign = run.steps, finished_rollouts(run), run.campaign.row(0, named=True)
     taken = rollouts.filter(pl.col("step").is_in(steps["step"].to_list()))
     calls = run.calls.join(rollouts, on="rollout_id", how="semi")
+    rates = token_in_rates(calls)
     scored = run.logprobs().drop_nulls("delta")
     delta_T = scored["delta"].to_numpy()
     # Step n is computed with the weights of version n - 1.
     equal_T = scored.filter(pl.col("weight_version") == pl.col("step") - 1)["delta"].to_numpy()
-    token_in = int((calls["mode"] == "token_in").sum())
-    roots = int((calls["mode"] == "text").sum())
     return Summary(
         run=run.name,
         status=outcome.status,
@@ -162,14 +158,14 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
         steps=steps.height,
         unrecorded_steps=len(set(scored["step"].to_list()) - set(steps["step"].to_list())),
         weight_version=campaign["weight_version"],
-        groups=len(finished),
+        groups=rollouts["group_id"].n_unique(),
         rows_per_group=rollouts.group_by("group_id").len().sort("group_id")["len"].to_list(),
         rollouts=rollouts.height,
         valid_rollouts=int((rollouts["sample_mask"] == 1).sum()),
         calls=calls.height,
         unfinished_calls=run.calls.height - calls.height,
-        token_in_rate=token_in / calls.height if calls.height else None,
-        token_in_rate_after_roots=token_in / (calls.height - roots) if calls.height > roots else None,
+        token_in_rate=rates["token_in_rate"],
+        token_in_rate_after_roots=rates["token_in_rate_after_roots"],
         echo_wrong_rows=None if campaign["capture_enabled"] else int(run.groups["echo_wrong_rows"].sum()),
         rejected=rollouts.filter(pl.col("cause").is_not_null())
         .sort("group_id", "index")

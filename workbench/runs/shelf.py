@@ -24,7 +24,7 @@ COLUMNS = {
     "step": pl.Int64,  # null, as `steps` is, of a served run: nothing is trained there
     "steps": pl.Int64,  # what its recipe asks for
     "reward": pl.Float64,  # mean of the last step; of a served run that of all valid rollouts
-    "token_in_rate": pl.Float64,  # of all calls, roots and failed ones too
+    "token_in_rate": pl.Float64,  # of a campaign's finished rollouts: all calls, roots and failed ones too
     "token_in_rate_after_roots": pl.Float64,
     "rejected": pl.Int64,  # rollouts without a vote
     "started_at": pl.Float64,  # Unix time, s
@@ -54,11 +54,28 @@ def _row(directory: Path) -> dict[str, Any]:
         return {"run": directory.name, "status": "unreadable", "error": str(error), "path": str(directory)}
 
 
+def finished_rollouts(run: reader.Run) -> pl.DataFrame:
+    """The rollouts of `run` whose group has its receipts, the last of a group's parts: what `workbench verify` counts,
+    and what a resumed run goes on with."""
+    finished = [path.stem for path in (run.path / "receipts").glob("*.jsonl")]
+    return run.rollouts.filter(pl.col("group_id").is_in(finished))
+
+
+def token_in_rates(calls: pl.DataFrame) -> dict[str, float | None]:
+    """How many of `calls` went on from recorded tokens, of all of them and of those after a rollout's first."""
+    token_in, roots = (int((calls["mode"] == mode).sum()) for mode in ("token_in", "text"))
+    return {
+        "token_in_rate": token_in / calls.height if calls.height else None,
+        "token_in_rate_after_roots": token_in / (calls.height - roots) if calls.height > roots else None,
+    }
+
+
 def _read(run: reader.Run) -> dict[str, Any]:
-    campaign, steps, calls, rollouts = run.campaign.row(0, named=True), run.steps, run.calls, run.rollouts
-    token_in = int((calls["mode"] == "token_in").sum())
-    roots = int((calls["mode"] == "text").sum())
+    campaign, steps, rollouts = run.campaign.row(0, named=True), run.steps, run.rollouts
     served = run.served
+    # A served call counts as soon as it is there, a campaign's when its rollout is finished: how the calls that are
+    # under way will end is not known.
+    calls = run.calls if served else run.calls.join(finished_rollouts(run), on="rollout_id", how="semi")
     return {
         "run": run.name,
         "status": campaign["state"],
@@ -66,8 +83,7 @@ def _read(run: reader.Run) -> dict[str, Any]:
         "step": None if served else steps["step"].max() or 0,
         "steps": None if served else (run.recipe.get("train") or {}).get("steps"),
         "reward": _valid_mean(rollouts) if served else steps.sort("step")["reward_mean"][-1] if steps.height else None,
-        "token_in_rate": token_in / calls.height if calls.height else None,
-        "token_in_rate_after_roots": token_in / (calls.height - roots) if calls.height > roots else None,
+        **token_in_rates(calls),
         "rejected": int((rollouts["sample_mask"] == 0).sum()),
         "started_at": campaign["started_at"],
         "error": campaign["error"] or in_short(run.damage, run.path).removeprefix(" · ") or None,

@@ -6,6 +6,7 @@ your own needs no line here: a recipe names it as `file.py:Class` or `package.mo
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -81,6 +82,14 @@ def _own(recipe: Recipe) -> Environment:
     if not isinstance(found, type) or missing:
         what = f"it lacks {', '.join(missing)}" if missing else "it is no class"
         raise RecipeError(f"environment.name: {path!r} is no environment: {what}; see `Environment` in {base.__name__}")
+    try:
+        inspect.signature(found).bind(options)
+    except TypeError as error:
+        where = own_code.place_of(inspect.getattr_static(found, "__init__"))
+        what = f"__init__(){where} does not take what it is given ({error}), expected def __init__(self, options)"
+        raise RecipeError(f"environment.name: {path!r}: {what}") from error
+    except ValueError:  # something built in, which does not say what it takes
+        pass
     try:
         environment: Environment = found(options)
     except WorkbenchError:
