@@ -110,7 +110,11 @@ def test_groups_in_flight_and_the_last_thing_that_went_wrong_stand_in_the_page(s
     board = CampaignBoard(runs.open(stored.run_dir))
     page = board.html()
     assert "g90000" in page and re.search(r"Showing \d+ of 30 groups in flight", page)
-    assert "Last error: rollout_rejected: watched.9.0.0 no_root, a row is lost" in page
+    assert "Last rejection: rollout_rejected: watched.9.0.0 no_root, a row is lost" in page
+    assert "Last error: none" in page
+    stored.writer.event("group_replaced", group_id="g90000", error="ComponentDied", message="a worker is gone")
+    page = CampaignBoard(runs.open(stored.run_dir)).html()
+    assert "Last error: group_replaced: g90000 ComponentDied, a worker is gone" in page and "Last rejection" in page
 
 
 def test_a_board_that_is_only_looked_at_keeps_its_snapshot_for_a_while(stored, monkeypatch):

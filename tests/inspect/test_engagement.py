@@ -69,7 +69,7 @@ def test_deltas_that_never_came_out_of_transferqueue_are_named(run_dir):
 def test_an_empty_manifest_is_named(run_dir):
     part = sorted((run_dir / "rows").glob("*.parquet"))[-1]
     rewrite(part, cause="empty_manifest", sample_mask=0)
-    assert verdict(run_dir) == "Capture is NOT on: no empty manifest"
+    assert verdict(run_dir) == "Capture is NOT on: manifests are not empty"
 
 
 def test_a_first_row_of_other_tokens_is_named(run_dir):

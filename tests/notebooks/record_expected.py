@@ -36,7 +36,11 @@ def environment() -> dict[str, str]:
 
 def execute(name: str) -> nbformat.NotebookNode:
     """One shipped notebook, executed as it is. Raises nbclient's CellExecutionError for a cell that fails."""
-    notebook = nbformat.read(shipped("notebooks") / name, as_version=4)
+    return execute_notebook(nbformat.read(shipped("notebooks") / name, as_version=4))
+
+
+def execute_notebook(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """`notebook` itself, executed."""
     kernel = OwnKernel()
     client = NotebookClient(
         notebook, km=kernel.manager, timeout=TIMEOUT_S, store_widget_state=False, coalesce_streams=True

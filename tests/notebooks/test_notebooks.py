@@ -16,7 +16,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from record_expected import CHECKED, NOTEBOOKS, environment, is_checked, kept_of
+from record_expected import CHECKED, NOTEBOOKS, environment, execute_notebook, is_checked, kept_of
 
 from workbench.campaign.notebook_file import MAX_BYTES, parameter_names
 from workbench.demo import recorded_ledger, recorded_run
@@ -68,6 +68,14 @@ def test_expected_notebooks_belong_to_the_present_sources(name):
     )
     checked = [c for c in kept.cells if CHECKED in c.metadata.get("tags", [])]
     assert len(checked) >= 3 and all(cell.outputs for cell in checked)
+
+
+def test_the_changed_history_that_the_first_capture_proposes_runs_to_the_end():
+    changed = source("01_capture_one_rollout.ipynb")
+    (second_turn,) = (cell for cell in changed.cells if cell.source.startswith("messages += [answer"))
+    second_turn.source = 'answer["content"] = "It snows."\n' + second_turn.source
+    said = [cell.outputs for cell in execute_notebook(changed).cells if cell is second_turn]
+    assert said[0][0].text.startswith("served, but it continues no recorded call")
 
 
 @pytest.mark.parametrize("name", WITH_PARAMETERS)

@@ -1,9 +1,9 @@
 """CampaignBoard: a campaign as it runs, read from its run store and nothing else.
 
 In: a run that somebody else writes (or that has ended), or a ledger. Out: state and phase, what is in flight, rates,
-causes, the last error, and the steps as small curves; of a served run its rollouts and calls instead. The live view
-asks again once a second while it is in sight, at most twice a second altogether; opened again, it reads again. The last
-frame it showed stays in the notebook.
+causes, the last rejection and error, and the steps as small curves; of a served run its rollouts and calls instead. The
+live view asks again once a second while it is in sight, at most twice a second altogether; opened again, it reads
+again. The last frame it showed stays in the notebook.
 Invariants: actors print nothing and are asked nothing; only files are read. Not here: what is read (board_frame).
 """
 
@@ -56,7 +56,7 @@ class CampaignBoard(LiveView):
             "rollouts valid",
             "rollouts rejected",
             "reward, last step",
-            "token_in_rate after roots",
+            "token_in_rate after roots, last step",
         )
         if f["what"] == "served":
             wanted = ("rollouts", "calls", "rollouts valid")
@@ -109,6 +109,8 @@ class CampaignBoard(LiveView):
         if f["causes"]:
             rejected = [[c["cause"], markup.Cell(f"{c['rollouts']:,}", right=True)] for c in f["causes"]]
             parts.append(markup.table(("rejected for", "rollouts"), rejected))
+        if f["rejection"]:
+            parts.append(markup.line(f"Last rejection: {f['rejection']}", muted=True))
         parts.append(markup.line(f"Last error: {f['error'] or 'none'}", muted=f["error"] is None))
         if f["damage"]:
             parts.append(markup.line(damage_words(f["damage"]), strong=True))

@@ -44,7 +44,8 @@ def board_frame(run: Any, now: float) -> dict[str, Any]:
         "phase": status.get("phase"),
         "step": campaign["steps"],
         "steps": status.get("steps"),
-        "error": campaign["error"] or _last_error(events),
+        "error": campaign["error"] or _last(events, "failed", "group_replaced"),
+        "rejection": _last(events, "rollout_rejected"),
         "damage": run.damage,
         "tiles": _served_tiles(campaign, run) if run.served else _tiles(campaign, last, flying),
         "flying": flying[:_SHOWN_GROUPS],
@@ -98,7 +99,7 @@ def _tiles(campaign: dict[str, Any], last: dict[str, Any], flying: list[dict[str
         _tile("groups in flight", f"{len(flying):,}" if running else None, idle),
         _tile("oldest running rollout", f"{oldest['rollout']}, {clock(oldest['age_s'])}" if oldest else None, idle),
         _tile(unit, None if rate is None else f"{rate:,.1f}", missing),
-        _tile("token_in_rate after roots", _number(last.get("token_in_rate_after_roots"), ".3f"), missing),
+        _tile("token_in_rate after roots, last step", _number(last.get("token_in_rate_after_roots"), ".3f"), missing),
         _tile("reward, last step", _number(last.get("reward_mean"), ".3f"), missing),
         _tile("staleness (versions), last step", _number(last.get("staleness_max"), ",d"), missing),
         _tile("rollouts valid", f"{campaign['valid_rollouts']:,} of {campaign['rollouts']:,}", ""),
@@ -152,8 +153,9 @@ def _series(steps: pl.DataFrame) -> dict[str, list[Any]]:
     return {name: shown[name].to_list() for name in names}
 
 
-def _last_error(events: pl.DataFrame) -> str | None:
-    found = events.filter(pl.col("kind").is_in(["failed", "group_replaced", "rollout_rejected"]))
+def _last(events: pl.DataFrame, *kinds: str) -> str | None:
+    """The last event of these kinds in a line. A rejected rollout is data; only the others are errors of the run."""
+    found = events.filter(pl.col("kind").is_in(kinds))
     if found.is_empty():
         return None
     event = orjson.loads(found["fields"][-1])
@@ -175,6 +177,7 @@ def _ledger_frame(ledger: Any) -> dict[str, Any]:
         "step": 0,
         "steps": None,
         "error": None,
+        "rejection": None,
         "damage": ledger.damage,
         "tiles": [
             _tile("rollouts rejected", f"{rollouts['cause'].count():,} of {rollouts.height:,}", ""),

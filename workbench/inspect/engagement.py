@@ -108,8 +108,8 @@ class Engagement(StaticView):
     def _manifests(self) -> Evidence:
         rollouts: pl.DataFrame = self._run.rollouts
         empty = int((rollouts["cause"] == Cause.EMPTY_MANIFEST.value).sum())
-        found = f"{empty:,} of {rollouts.height:,} rollouts"
-        return Evidence("no empty manifest", found, empty == 0 if rollouts.height else None)
+        found = f"{rollouts.height - empty:,} of {rollouts.height:,} rollouts have calls on record"
+        return Evidence("manifests are not empty", found, empty == 0 if rollouts.height else None)
 
     def _first_chain(self) -> Evidence:
         what = "first verified chain"

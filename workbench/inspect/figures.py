@@ -36,11 +36,15 @@ _LINE = 64
 
 
 class CaptureRate(StaticView):
-    """token_in rate and valid rows over steps. `run` is anything with `.steps` and `.rollouts` frames."""
+    """token_in rate and valid rows over steps. `run` is anything with `.steps`, `.rollouts` and `.calls` frames."""
 
     def __init__(self, run: Any) -> None:
         rollouts: pl.DataFrame = run.rollouts
         self.unplaced = _unplaced(rollouts)
+        calls: pl.DataFrame = run.calls
+        self.token_in = int((calls["mode"] == "token_in").sum())
+        self.after_roots = calls.height - int((calls["mode"] == "text").sum())
+        """Calls of the whole run that are no roots; `token_in` of them continue a recorded one."""
         self.finalised, self.valid = rollouts.height, int((rollouts["sample_mask"] == 1).sum())
         rows = rollouts.group_by("step").agg(
             pl.len().cast(pl.Int64).alias("rows_seen"), (pl.col("sample_mask") == 1).sum().cast(pl.Int64).alias("valid")
@@ -59,8 +63,8 @@ class CaptureRate(StaticView):
         if self.unplaced:
             return f"Capture over {markup.count(self.steps.height, 'step')} · {self.unplaced}"
         rows, valid = int(self.steps["rows_seen"].sum()), int(self.steps["valid"].sum())
-        rate = self.steps["token_in_rate_after_roots"].mean()
-        said = "not recorded" if rate is None else f"{rate:.4g}"
+        recorded = self.after_roots and self.steps["token_in_rate_after_roots"].count()
+        said = f"{self.token_in / self.after_roots:.4g} of the whole run" if recorded else "not recorded"
         return (
             f"Capture over {markup.count(self.steps.height, 'step')} · token_in_rate_after_roots {said} · "
             f"{valid:,} of {rows:,} rows valid"

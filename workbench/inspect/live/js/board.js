@@ -21,6 +21,7 @@ function buildBoard(shell) {
   const tiles = h("div", { class: "wb-grid" });
   const curves = h("div", { class: "wb-pair" });
   const phases = h("div");
+  const rejection = h("div", { class: "wb-missing" });
   const problem = h("div");
   const damaged = h("div", { class: "wb-bad" });
   const flying = new Table(shell, [
@@ -50,6 +51,7 @@ function buildBoard(shell) {
     flying.show(frame.flying, frame.in_flight);
     causes.node.hidden = !frame.causes.length;
     causes.show(frame.causes);
+    rejection.textContent = frame.rejection ? `last rejection: ${frame.rejection}` : "";
     problem.className = frame.error ? "wb-bad" : "wb-missing";
     problem.textContent = `last error: ${frame.error ?? "none"}`;
     const { damage } = frame;
@@ -117,7 +119,7 @@ function buildBoard(shell) {
     ["[", "previous cause", () => causes.move(-1)],
     ["r", "read again now", ask],
   ]);
-  shell.body.append(title, note, tiles, phases, curves, calls.node, flying.node, causes.node, problem, damaged,
+  shell.body.append(title, note, tiles, phases, curves, calls.node, flying.node, causes.node, rejection, problem, damaged,
     h("div", { class: "wb-legend" }, h("span", { text: `read from the run's files, at most ${count(2, "time")} a second` }), h("span", { text: "? keys" })));
   shell.watch("frame", show);
   show();

@@ -89,7 +89,7 @@ function buildChain(shell) {
   const { model } = shell;
   const title = h("div", { class: "wb-title" });
   const custody = h("div");
-  const search = h("input", { placeholder: "/ find a call: #3, id, retry, length, cause", "aria-label": "find a call" });
+  const search = h("input", { placeholder: "/ find: #3, id, cause", "aria-label": "find a call", title: "find a call by its place (#3), its id, retry, length or cause" });
   const note = h("span", { class: "wb-note", role: "status" });
   const links = document.createElementNS(SVG, "svg");
   const cards = h("div");

@@ -13,7 +13,7 @@ export default {
 function buildDelta(shell) {
   const { model } = shell;
   const menu = h("select", { "aria-label": "weight version" });
-  const search = h("input", { placeholder: "/ filter the tokens by text or rollout" });
+  const search = h("input", { placeholder: "/ text or rollout", "aria-label": "filter the tokens", title: "filter the tokens by text or rollout" });
   const note = h("span", { class: "wb-note", role: "status" });
   const pictures = h("div", { class: "wb-pair" });
   const said = h("div");

@@ -45,7 +45,7 @@ function buildDiff(shell) {
   const first = h("button", { text: "first diverging id" });
   const next = h("button", { text: "next difference (d)" });
   const menu = h("select", { "aria-label": "colour by" });
-  const search = h("input", { placeholder: "/ find text in A, then in B" });
+  const search = h("input", { placeholder: "/ find text", "aria-label": "find", title: "find text in A, then in B" });
   const panes = hosts.map((host) => new Pane(shell, host, { rows: 13, columns: 44 }));
   const dash = (value, digits = 4) => (value === null || value === undefined ? null : Number(value).toPrecision(digits));
   const flips = new Table(shell, [

@@ -11,7 +11,7 @@ export default {
 
 function buildPoison(shell) {
   const { model } = shell;
-  const search = h("input", { placeholder: "/ find in rollouts: id, step, detail", "aria-label": "find a rollout" });
+  const search = h("input", { placeholder: "/ id, step or detail", "aria-label": "find a rollout", title: "find a rollout by id, step or detail" });
   const note = h("span", { class: "wb-note", role: "status" });
   const meaning = h("div", { class: "wb-detail" });
   const which = h("div", { class: "wb-title" });
@@ -27,11 +27,11 @@ function buildPoison(shell) {
   const rollouts = new Table(shell, [
     ["rollout", (row) => row.rollout_id], ["step", (row) => (row.step === null ? null : String(row.step)), "n"], ["where", (row) => row.where],
     ["detail", (row) => row.detail], ["nearest call", (row) => row.near_call_id && row.near_call_id.slice(0, 8)],
-    ["first differing item", (row) => (row.near_item === null ? null : String(row.near_item)), "n"], ["what differs", (row) => row.drift],
+    ["first differing item (from 0)", (row) => (row.near_item === null ? null : String(row.near_item)), "n"], ["what differs", (row) => row.drift],
   ], { page: 8, onRow: (k) => shell.send("chosen", rollouts.rows[k].rollout_id) });
   const drift = new Table(shell, [
     ["drift", (row) => row.cause], ["rollout", (row) => row.rollout_id], ["call", (row) => row.model_call_id.slice(0, 8)],
-    ["nearly continues", (row) => row.near_call_id && row.near_call_id.slice(0, 8)], ["item", (row) => (row.near_item === null ? null : String(row.near_item)), "n"],
+    ["nearly continues", (row) => row.near_call_id && row.near_call_id.slice(0, 8)], ["item (from 0)", (row) => (row.near_item === null ? null : String(row.near_item)), "n"],
     ["where", (row) => row.near_path], ["was", (row) => row.near_was, "mono"], ["came", (row) => row.near_came, "mono"],
     ["first token", (row) => (row.token_position === null ? null : `${row.token_position} (id ${row.token_id})`)],
   ], { page: 6, onRow: (k) => shell.send("chosen", drift.rows[k].rollout_id) });

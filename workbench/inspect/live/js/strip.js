@@ -15,7 +15,7 @@ function buildStrip(shell) {
   const title = h("div", { class: "wb-title" });
   const custody = h("div");
   const menu = h("select", { title: "what the colours mean", "aria-label": "colour by" });
-  const search = h("input", { placeholder: "/ find text, #position, id:42, call:3", "aria-label": "find" });
+  const search = h("input", { placeholder: "/ text, #8, id:42, call:3", "aria-label": "find", title: "find text, a token by its position (#8) or id (id:42), a call (call:3)" });
   const note = h("span", { class: "wb-note", role: "status" });
   const detail = h("div", { class: "wb-detail" });
   const host = h("div");
@@ -25,19 +25,19 @@ function buildStrip(shell) {
   const pane = new Pane(shell, host);
   let tokens = null, hits = [], hit = -1, rank = -1;
 
-  const jump = (key, words, fn) => {
-    buttons[key] = h("button", { text: words });
+  const jump = (key, words, title, fn) => {
+    buttons[key] = h("button", { text: words, title });
     shell.listen(buttons[key], "click", fn);
     bar.append(buttons[key]);
   };
   const goOrSay = (i, missing) => (i < 0 ? (note.textContent = missing) : pane.go(i));
-  jump("first", "first sampled", () => goOrSay(tokens.next(0, (i) => tokens.sampled(i)), "nothing here was sampled"));
-  jump("worst", "largest |Δ|", () => nextWorst());
-  jump("masked", "next masked span", () => {
+  jump("first", "first sampled", "the first token that the policy sampled", () => goOrSay(tokens.next(0, (i) => tokens.sampled(i)), "nothing here was sampled"));
+  jump("worst", "largest |Δ|", "where trainer and sampler disagree most; again: the next", () => nextWorst());
+  jump("masked", "next masked span", "the next tokens that were carried, not sampled (mask 0)", () => {
     const { cursor } = pane;
     goOrSay(tokens.next(cursor + 1, (i) => i > 0 && !tokens.sampled(i) && tokens.sampled(i - 1)), "no masked span follows a sampled one");
   });
-  jump("flag", "next control id", () => goOrSay(tokens.next(pane.cursor + 1, (i) => (tokens.flags[i] & 2) > 0), "no control id stands inside content"));
+  jump("flag", "next control id", "a control id where a text should be, such as a literal <|im_end|> of a user", () => goOrSay(tokens.next(pane.cursor + 1, (i) => (tokens.flags[i] & 2) > 0), "no control id stands inside content"));
   bar.append(note);
 
   function nextWorst() {
@@ -106,7 +106,7 @@ function buildStrip(shell) {
     const signal = pane.signal;
     if (signal === "mask") said.push(mark(hatch, "carried, mask 0"));
     if (signal === "agreement") said.push(h("span", { text: "bright and thick bar: the trainer's own routers would choose other experts" }));
-    if (signal === "role") said.push(h("span", { text: "gutter: first letter of the role, ▁ sampled" }));
+    if (signal === "role") said.push(h("span", { text: "left of each line: the first letter of its role, ▁ sampled" }));
     if (signal === "logprob" || signal === "trainer") said.push(h("span", { text: `bright and thick bar: unlikely (full at ${tokens.scale(signal).toFixed(2)} nat)` }));
     if (["delta", "ratio", "advantage"].includes(signal)) {
       said.push(mark("background:rgba(31,95,168,.7)", "below"), mark("background:rgba(232,135,43,.7)", "above"),
