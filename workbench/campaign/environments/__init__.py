@@ -19,7 +19,6 @@ from workbench.campaign.environments.fit import task_of, unfit
 from workbench.campaign.environments.guess_number import GuessNumber
 from workbench.campaign.environments.misbehave import Misbehaving
 from workbench.campaign.environments.say_briefly import SayBriefly
-from workbench.capture.deadline import call_with_deadline
 from workbench.errors import RecipeError, WorkbenchError
 from workbench.nearest import did_you_mean
 from workbench.recipe_schema import Misbehave, Recipe
@@ -99,7 +98,7 @@ def _own(recipe: Recipe) -> Environment:
         raise RecipeError(f"environment.name: {path!r} {what}") from error
     seed = task_seed(recipe, 0)
     try:
-        fault = unfit(environment) or call_with_deadline(lambda: task_of(environment, seed), timeout_s)
+        fault = unfit(environment) or own_code.in_time(lambda: task_of(environment, seed), timeout_s)
     except TimeoutError:
         fault = f"task({seed}) did not come within rollouts.timeout_s={timeout_s:g}"
     if isinstance(fault, str):
