@@ -109,7 +109,7 @@ class Campaign:
         player = self._player()
         failure: BaseException | None = None
         try:
-            training = TrainPump(state, left.steps_done)
+            training = TrainPump(state, left)
             if left.segments:
                 await catch_up(state, training, left)
             await self._run_pumps(RolloutPump(state, player, left), training)
