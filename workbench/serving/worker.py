@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from workbench.capture.core import StagingSink, StagingSource
 
 STOP_TIMEOUT_S = 10.0
+HEADER_BYTES = 16 * 2**20
+"""What a request's headers may have where h11 reads them (without httptools, which has no limit). An admission names
+the calls of its chain, about 80 bytes each; h11's own 64 KiB are full after 800."""
 
 
 class PolicyServer:
@@ -147,7 +150,13 @@ class PolicyServer:
         host = f"[{config.host}]" if ":" in config.host else config.host
         self.url = f"http://{host}:{listener.getsockname()[1]}"
         settings = uvicorn.Config(
-            door, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=120, log_config=None
+            door,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=120,
+            log_config=None,
+            h11_max_incomplete_event_size=HEADER_BYTES,
         )
         self._http = QuietServer(settings)
         self._serving = asyncio.create_task(self._http.serve(sockets=[listener]))
