@@ -124,6 +124,29 @@ def test_every_command_has_help_and_a_sentence():
         (("serve", "cpu_smoke", "ray.num_cpus=4", "finalizer.actors=2"), "ray.num_cpus 4, 6 actors"),
         (("recipe", "check", "cpu_smoke", "environment.name=x"), "no environment 'x'"),
         (
+            ("recipe", "check", "cpu_smoke", "environment.name=x.py:"),
+            "workbench: command line: environment.name: expected a text, got {'x.py': None}: a name and the class "
+            "behind its colon, without a space (environment.name=file.py:Class)",
+        ),
+        (
+            ("recipe", "check", "cpu_smoke", "model.path=my: model"),
+            "workbench: command line: model.path: expected a text, got {'my': 'model'}: YAML makes a mapping",
+        ),
+        (
+            ("recipe", "check", "cpu_smoke", "environment.name='x.py:'"),
+            "environment.name: 'x.py:' names a file and no class in it; expected x.py:Class",
+        ),
+        (("recipe", "check", "cpu_smoke", "environment.name='a.py:B:C'"), "'a.py:B:C' has more than one colon"),
+        (("recipe", "check", "cpu_smoke", "environment.name=':B'"), "':B' has nothing before its colon"),
+        (
+            ("recipe", "check", "cpu_smoke", "train.advantage={name: gdpo, options: {weights: {from: 1.0}}}"),
+            "train.advantage.options.weights.from: the rewards of guess_number have no such component, did you mean",
+        ),
+        (
+            ("recipe", "check", "cpu_smollm2", "train.advantage={name: gdpo, options: {weights: [1.0, 2.0]}}"),
+            "train.advantage.options.weights: expected 3, for form, hints, near of guess_number; got 2",
+        ),
+        (
             ("recipe", "check", "cpu_smoke", "model.tool_call_parser=hermess"),
             "model.tool_call_parser: no 'hermess'; did you mean hermes?",
         ),

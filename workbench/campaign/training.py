@@ -82,6 +82,8 @@ class TrainPump:
         state.writer.step(
             {"step": step, "weight_version": state.weights.version, **pooled, **measured, **times, **staleness}
         )
+        for rollout_id, had in measured.get("other_components", {}).items():
+            state.writer.event("other_components", step=step, rollout_id=rollout_id, components=had)
         if measured.get("agreement_suspect"):
             state.writer.event(
                 "agreement", step=step, suspect=measured["agreement_suspect"], evidence=measured.get("agreement")
