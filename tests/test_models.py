@@ -135,3 +135,8 @@ def test_weights_that_cannot_be_had_or_are_others_are_not_converted(monkeypatch,
     with pytest.raises(ModelMissing, match=says):
         models.build("smollm2-135m")
     assert [path.name for path in (tmp_path / "home" / "models").iterdir()] == [".smollm2-135m.lock"]
+
+
+def test_a_name_that_is_nearly_one_of_a_model_is_answered_with_that():
+    with pytest.raises(ModelMissing, match=r"No model at 'smollm2': expected .*, did you mean smollm2-135m\?$"):
+        models.resolve("smollm2")

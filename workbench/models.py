@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import ModelMissing
+from workbench.nearest import nearest
 from workbench.places import home
 
 BUILD_MARKER = "workbench_model.json"
@@ -62,9 +63,10 @@ def resolve(name_or_path: str | Path) -> Path:
             f"Model {str(name_or_path)!r} is not built: expected {named}. "
             f"Next: python -m workbench.models build {name_or_path}"
         )
+    near = nearest(str(name_or_path), BUILDERS)
     raise ModelMissing(
         f"No model at {str(name_or_path)!r}: expected a folder with a config.json, or one of the names "
-        f"{', '.join(sorted(BUILDERS))} (built into {models_dir()})."
+        f"{', '.join(sorted(BUILDERS))} (built into {models_dir()}){f', did you mean {near}?' if near else '.'}"
     )
 
 

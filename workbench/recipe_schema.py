@@ -243,6 +243,11 @@ class Recipe(Section):
                 f"ray.num_cpus: expected at least {needed} logical CPUs, because TransferQueue takes one for its "
                 f"controller and one for each of {units} storage units; got {self.ray.num_cpus}"
             )
+        if self.engine.port and self.engine.port == self.gateway.port and self.ray.address == "local":
+            raise ValueError(
+                f"engine.port: expected another port than gateway.port ({self.gateway.port}), because both listen on "
+                "this machine; got the same"
+            )
         if self.engine.port and self.engine.workers > 1:
             raise ValueError(
                 f"engine.port: expected 0, because {self.engine.workers} workers cannot share one port; got "

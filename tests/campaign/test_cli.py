@@ -136,6 +136,7 @@ def test_every_command_has_help_and_a_sentence():
             ("recipe", "check", "cpu_smoke", "environment.name='x.py:'"),
             "environment.name: 'x.py:' names a file and no class in it; expected x.py:Class",
         ),
+        (("recipe", "check", "cpu_smoke", "engine.port=4711", "gateway.port=4711"), "expected another port than"),
         (("recipe", "check", "cpu_smoke", "environment.name='a.py:B:C'"), "'a.py:B:C' has more than one colon"),
         (("recipe", "check", "cpu_smoke", "environment.name=':B'"), "':B' has nothing before its colon"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -60,14 +61,15 @@ def notebook(path: Path, *cells: str, parameters: str = "run_dir = None") -> Pat
 class Case:
     """A runner in a process of its own, with the pids its kernel reported."""
 
-    def __init__(self, run_dir: Path, *cells: str, grace_s: float = 30.0) -> None:
+    def __init__(self, run_dir: Path, *cells: str, grace_s: float = 30.0, terminal: int | None = None) -> None:
         run_dir.mkdir(exist_ok=True)
         self.run_dir = run_dir
         path = notebook(run_dir.parent / f"{run_dir.name}.ipynb", *cells)
         self.process = subprocess.Popen(
             [sys.executable, str(CASE), str(run_dir), str(path), str(grace_s)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE if terminal is None else None,
+            stderr=subprocess.PIPE if terminal is None else None,
+            preexec_fn=None if terminal is None else lambda: os.login_tty(terminal),
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
         )
@@ -168,6 +170,38 @@ def test_a_stopped_run_closes_itself_first_and_is_told_as_stopped(tmp_path, numb
     assert case.executed.cells[0].source.endswith(f"> {said}")
     assert orjson.loads((tmp_path / "run" / "status.json").read_bytes())["error"] == said
     assert orjson.loads((tmp_path / "run" / "status.json").read_bytes())["status"] == "stopped"
+    assert_gone(case.pids)
+
+
+@pytest.mark.kernel
+def test_a_closed_terminal_stops_a_run_as_a_signal_does_though_nothing_can_be_said_there(tmp_path):
+    own, terminal = pty.openpty()
+    case = Case(tmp_path / "run", START, WAIT, terminal=terminal)
+    os.close(terminal)
+    case.until("waiting")
+    os.close(own)  # the kernel sends SIGHUP, and every write to the terminal fails from now on
+    assert case.process.wait(40) == 128 + signal.SIGHUP
+    assert (tmp_path / "run" / "closed").exists()
+    assert case.executed.metadata.papermill.status == "stopped"
+    assert orjson.loads((tmp_path / "run" / "status.json").read_bytes())["error"] == "stopped by SIGHUP"
+    assert (tmp_path / "run" / "campaign.html").exists()
+    assert_gone(case.pids)
+
+
+@pytest.mark.kernel
+def test_more_signals_while_a_stopped_run_writes_its_notebook_change_nothing(tmp_path):
+    case = Case(tmp_path / "run", START, WAIT)
+    case.until("waiting")
+    case.process.send_signal(signal.SIGINT)
+    case.until("closed")
+    deadline = time.monotonic() + 40
+    while not (tmp_path / "run" / "campaign.html").exists() and time.monotonic() < deadline:
+        if case.process.poll() is None:
+            case.process.send_signal(signal.SIGTERM)
+        time.sleep(0.02)
+    assert case.end() == 128 + signal.SIGINT, case.err
+    assert case.executed.metadata.papermill.status == "stopped" and "Traceback" not in case.err
+    assert orjson.loads((tmp_path / "run" / "status.json").read_bytes())["error"] == "stopped by Ctrl-C (SIGINT)"
     assert_gone(case.pids)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import orjson
 import psutil
@@ -193,6 +194,18 @@ def test_a_rejected_rollout_says_why_and_where(served: Served) -> None:
     assert done.returncode == 1
     assert f"rejected, worker_capture_failed at call {line.split()[1]}" in done.stdout
     assert "nonfinite_logprob" in done.stdout and "calls     1: 1 not captured" in done.stdout
+
+
+def test_a_request_that_is_refused_has_its_line_with_the_next_step(served: Served) -> None:
+    with httpx.Client(base_url=served.url) as agent:
+        path = "/ng-rollout/refused.1/v1/chat/completions"
+        body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "n": 2}
+        assert agent.post(path, json=body, headers={"authorization": "Bearer sk-a-secret"}).status_code == 400
+        assert agent.post("/ng-rollout/refused.2/chat/completions", json=body).status_code == 404
+    assert "REFUSED 400 not_capturable: n=2 is not possible" in served.lines("refused.1", 1)[0]
+    assert "REFUSED 404 unknown_route" in served.lines("refused.2", 1)[0]
+    assert "Next: the base URL is" in served.lines("refused.2", 1)[0]
+    assert "sk-a-secret" not in served.stdout.read_text()
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from workbench import runs
 from workbench.campaign.notebook_file import Outcome
 from workbench.campaign.progress import ProgressLine, describe
 from workbench.campaign.record_demo import record_demo
-from workbench.campaign.runner import NotebookResult, tell
+from workbench.campaign.runner import NotebookResult, conclude
 from workbench.campaign.summary import summarise
 from workbench.campaign.verify_run import verify_run
 from workbench.errors import RunStoreError
@@ -134,7 +134,7 @@ def summarise_one_valid(run_dir):
 def test_a_run_that_trained_nothing_is_told_of_and_not_said_to_go_on(tmp_path, capsys):
     RunWriter(tmp_path).close()
     ended = NotebookResult(tmp_path / "campaign.ipynb", tmp_path / "campaign.html", Outcome("done"), 1, None)
-    assert tell(ended) == 1
+    assert conclude(ended) == 1
     assert capsys.readouterr().err == f"workbench: the run trained nothing; see {tmp_path}/campaign.ipynb\n"
 
 
@@ -149,7 +149,7 @@ def test_the_rewards_of_a_summary_are_of_steps_that_were_taken(tmp_path):
 def test_a_run_whose_recipe_is_at_fault_is_not_said_to_go_on(tmp_path, capsys):
     RunWriter(tmp_path).close()
     outcome = Outcome("failed", "RecipeError", "train.advantage.name: gdpo needs the parts.")
-    tell(NotebookResult(tmp_path / "campaign.ipynb", tmp_path / "campaign.html", outcome, 2, None))
+    conclude(NotebookResult(tmp_path / "campaign.ipynb", tmp_path / "campaign.html", outcome, 2, None))
     said = "workbench: the run failed: RecipeError: train.advantage.name: gdpo needs the parts; see"
     assert capsys.readouterr().err == f"{said} {tmp_path}/campaign.ipynb; mend the recipe and run again\n"
 
@@ -214,11 +214,11 @@ def test_what_the_process_before_said_last_is_no_progress_of_the_one_that_goes_o
 def test_whoever_is_told_that_a_run_ended_is_told_how_to_go_on_with_it(tmp_path, capsys, status, how):
     outcome = Outcome(status, "ComponentDied", "stopped")
     ended = NotebookResult(tmp_path / "campaign.ipynb", tmp_path / "campaign.html", outcome, 70, None)
-    assert tell(ended) == 70
+    assert conclude(ended) == 70
     said = f"workbench: the run {how}; see {tmp_path}/campaign.ipynb"
     assert capsys.readouterr().err == f"{said}\n"  # nothing was begun that could be gone on with
     RunWriter(tmp_path).close()
-    tell(ended)
+    conclude(ended)
     assert capsys.readouterr().err == f"{said}; to go on with it: workbench resume {tmp_path}\n"
 
 
@@ -227,10 +227,10 @@ def test_a_run_that_could_not_start_is_no_run_to_go_on_with(tmp_path, capsys, er
     with RunWriter(tmp_path) as writer:
         outcome = Outcome("failed", error, "no")
         ended = NotebookResult(tmp_path / "campaign.ipynb", tmp_path / "campaign.html", outcome, 2, None)
-        tell(ended)
+        conclude(ended)
         assert capsys.readouterr().err.endswith("campaign.ipynb; mend the recipe and run again\n")
         writer.event("group_started", group_id="g00000", rollout_ids=["run.0.0.0"])
-        tell(ended)
+        conclude(ended)
         on = f"; to go on with it: workbench resume {tmp_path}" if error == "SetupError" else ""
         assert capsys.readouterr().err.endswith(f"campaign.ipynb{on}\n")
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from workbench import dataplane
 from workbench.actors import within
-from workbench.campaign import derived, ray_cluster
+from workbench.campaign import derived, ray_cluster, refusal_lines
 from workbench.campaign.doctor import refuse_unable
 from workbench.campaign.node_check import check_nodes
 from workbench.campaign.part_settings import trainer_config, worker_config
@@ -276,6 +276,7 @@ class Fleet:
                 GatewayProcess.start,
                 {
                     "ledger_dir": str(self.run_dir / "ledger"),
+                    "refused_path": None if self._training else str(self.run_dir / refusal_lines.FILE),
                     "worker_url": self.policy.urls,
                     **recipe.gateway.model_dump(),
                     "model": "policy",

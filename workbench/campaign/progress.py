@@ -14,6 +14,8 @@ from typing import Any, TextIO
 
 import orjson
 
+from workbench.campaign.terminal import tell
+
 
 class ProgressLine:
     """Shows the status of `run_dir` on `stream` each time `tick` is called."""
@@ -36,19 +38,16 @@ class ProgressLine:
         text = f"{_clock(time.monotonic() - self._began)}  {note or describe(status)}{detail}"
         if self._live:
             width = shutil.get_terminal_size().columns - 1
-            self._stream.write("\r" + text[:width].ljust(self._width))
+            tell("\r" + text[:width].ljust(self._width), self._stream, end="")
             self._width = min(len(text), width)
-            self._stream.flush()
         elif key != self._shown:
-            self._stream.write(text + "\n")
-            self._stream.flush()
+            tell(text, self._stream)
         self._shown = key
 
     def close(self) -> None:
         """Leave the last state standing and the cursor on a new line."""
         if self._live and self._shown is not None:
-            self._stream.write("\n")
-            self._stream.flush()
+            tell("", self._stream)
 
     def _read(self) -> dict[str, Any]:
         try:

@@ -38,6 +38,7 @@ from workbench.campaign.notebook_file import MAX_BYTES, Outcome, check_parameter
 from workbench.campaign.processes import signal_words
 from workbench.campaign.progress import ProgressLine
 from workbench.campaign.summary import Summary, summarise
+from workbench.campaign.terminal import tell
 from workbench.errors import RecipeError, RunStoreError, SetupError
 from workbench.places import shipped
 from workbench.recipe_schema import RUN_NAME, Recipe
@@ -85,7 +86,7 @@ def run_recipe(recipe_name: str, overrides: Sequence[str] = (), run_name: str | 
     resolve(recipe.model.path)
     name = recipe.name if run_name is None else run_name
     run_dir = new_run_dir(recipe.reports.dir, name, named=run_name is not None)
-    return tell(run_notebook(recipe, run_dir, recipe_name=recipe_name, overrides=overrides))
+    return conclude(run_notebook(recipe, run_dir, recipe_name=recipe_name, overrides=overrides))
 
 
 def resume_run(recipe: Recipe, run_dir: Path) -> int:
@@ -97,13 +98,13 @@ def resume_run(recipe: Recipe, run_dir: Path) -> int:
     given = {"recipe": str(stored.resolve()), "overrides": [], "run_dir": str(run_dir.resolve()), "resume": True}
     with _alone_in(run_dir):
         store_recipe(run_dir, recipe.model_dump(mode="json"))
-        return tell(_execute(run_dir, given, live=True))
+        return conclude(_execute(run_dir, given, live=True))
 
 
-def tell(result: NotebookResult) -> int:
+def conclude(result: NotebookResult) -> int:
     """Print the summary, and on stderr what ended the run where something did; returns the exit code."""
     if result.summary is not None:
-        print(result.summary.text())
+        tell(result.summary.text(), sys.stdout)
     if result.exit_code:
         what = result.outcome.told or ""
         if result.outcome.status == "done":
@@ -114,7 +115,7 @@ def tell(result: NotebookResult) -> int:
             # Of an exception in another process the notebook has the whole traceback; a line has what it was about.
             how = f"failed: {' '.join(root_cause(what).split()).rstrip('.')}"
         run_dir = result.notebook.parent
-        print(f"workbench: the run {how}; see {result.notebook}{_further(result.outcome, run_dir)}", file=sys.stderr)
+        tell(f"workbench: the run {how}; see {result.notebook}{_further(result.outcome, run_dir)}", sys.stderr)
     return result.exit_code
 
 
@@ -244,30 +245,31 @@ def _execute(
     )
     progress = ProgressLine(run_dir, sys.stderr) if live else None
     if live:
-        print(f"Run {run_dir} (Ctrl-C stops it; workbench resume goes on)", file=sys.stderr)
+        tell(f"Run {run_dir} (Ctrl-C stops it; workbench resume goes on)", sys.stderr)
     with _signals_to(execution):
         thread.start()
         while not execution.done.wait(0.5):
             _watch(execution, progress)
         thread.join()
         execution.kernel.end()
-    if progress is not None:
-        progress.close()
-    outcome = _outcome(execution)
-    if not target.exists():
-        shutil.copyfile(source, target)  # it ended before the first cell; the notebook still says so
-    if live and outcome.status != "done":
-        _close_store(run_dir, outcome)
-    executed = set_outcome(target, outcome)
-    html = target.with_suffix(".html")
-    export_html(executed, html, title=f"{run_dir.name}: {outcome.status}")
-    if target.stat().st_size > MAX_BYTES:
-        print(f"workbench: {target} has {target.stat().st_size:,} bytes, more than {MAX_BYTES:,}", file=sys.stderr)
-    seconds = time.monotonic() - began
-    if live:
-        _keep_vocabulary(run_dir)
-        gather(run_dir)
-    summary = _write_summary(run_dir, target, outcome, seconds) if live else None
+        # Still inside: a second Ctrl-C is for the campaign, not for the file that says how it ended.
+        if progress is not None:
+            progress.close()
+        outcome = _outcome(execution)
+        if not target.exists():
+            shutil.copyfile(source, target)  # it ended before the first cell; the notebook still says so
+        if live and outcome.status != "done":
+            _close_store(run_dir, outcome)
+        executed = set_outcome(target, outcome)
+        html = target.with_suffix(".html")
+        export_html(executed, html, title=f"{run_dir.name}: {outcome.status}")
+        if target.stat().st_size > MAX_BYTES:
+            tell(f"workbench: {target} has {target.stat().st_size:,} bytes, more than {MAX_BYTES:,}", sys.stderr)
+        seconds = time.monotonic() - began
+        if live:
+            _keep_vocabulary(run_dir)
+            gather(run_dir)
+        summary = _write_summary(run_dir, target, outcome, seconds) if live else None
     code = _exit_code(outcome, execution.stop_signal) or int(summary is not None and summary.nothing_trained)
     return NotebookResult(target, html, outcome, code, summary)
 
@@ -322,7 +324,7 @@ def _signals_to(execution: _Execution) -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         if execution.stop_signal is not None and execution.interrupted_at is not None:
             execution.interrupted_at -= STOP_GRACE_S
-        execution.stop_signal = number
+        execution.stop_signal = execution.stop_signal or number
 
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -27,6 +27,8 @@ from workbench.campaign.call_lines import CallLines, Facts
 from workbench.campaign.desk import ReceiptDesk
 from workbench.campaign.fleet import Fleet
 from workbench.campaign.processes import end_marked, signal_words
+from workbench.campaign.refusal_lines import RefusalLines
+from workbench.campaign.terminal import tell
 from workbench.config import Recipe
 from workbench.errors import RunStoreError, WorkbenchError, first_cause
 from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup
@@ -93,7 +95,7 @@ def _signals_stop(session: _Session, task: asyncio.Task[None]) -> Iterator[None]
     def stop(number: int) -> None:
         if session.stop(number):
             task.cancel()
-            print(f"stopping on {signal_words(number)}", file=sys.stderr, flush=True)
+            tell(f"stopping on {signal_words(number)}", sys.stderr)
 
     for number in _SIGNALS:
         loop.add_signal_handler(number, stop, number)
@@ -111,9 +113,9 @@ def _stopped(number: int, session: _Session, writer: RunWriter) -> int:
     calls = served.lines.calls if served else 0
     writer.event("stopped", reason=signal.Signals(number).name, calls=calls, open_rollouts=left_open)
     if served is None:
-        print(f"{session.stopped_while()}: nothing was served, and no call captured", file=sys.stderr, flush=True)
+        tell(f"{session.stopped_while()}: nothing was served, and no call captured", sys.stderr)
         return 128 + number
-    print(last_words(session.run_dir, served.lines, len(served.desk.finalised), left_open), file=sys.stderr, flush=True)
+    tell(last_words(session.run_dir, served.lines, len(served.desk.finalised), left_open), sys.stderr)
     return 0
 
 
@@ -186,6 +188,7 @@ class _Session:
         async with Fleet(self.recipe, self.run_dir, on_phase=self._phase, training=False) as fleet:
             desk = ReceiptDesk(self.run_dir, fleet.control, self._finalize_with(fleet), self.writer)
             lines = CallLines(self.run_dir / "ledger", self._facts_from(fleet), _say)
+            refusals = RefusalLines(self.run_dir, _say)
             async with desk_socket.listening(desk.receipt) as path:
                 self.writer.event("serving", url=fleet.gateway_url, timings_s=fleet.timings_s, probe=fleet.probe)
                 self.writer.status(phase="serving", url=fleet.gateway_url, desk=str(path))
@@ -194,11 +197,13 @@ class _Session:
                 try:
                     async with asyncio.TaskGroup() as tasks:
                         tasks.create_task(lines.follow())
+                        tasks.create_task(refusals.follow())
                         tasks.create_task(self._watch(fleet))
                 except BaseExceptionGroup as group:
                     raise first_cause(group) from None
                 finally:
                     with contextlib.suppress(Exception):
+                        refusals.look()
                         await lines.look()
 
     def _phase(self, phase: str) -> None:
@@ -207,7 +212,7 @@ class _Session:
             self._ending |= phase == _STOPPING
             self.writer.status_soon(phase=phase)
         if self.stopped_by is None or phase != _STOPPING:  # of a signal it was said on what
-            print(phase, file=sys.stderr, flush=True)
+            tell(phase, sys.stderr)
 
     async def _watch(self, fleet: Fleet) -> None:
         while True:
@@ -248,14 +253,14 @@ def greeting(recipe: Recipe, run_dir: Path, url: str, probe: Mapping[str, Any]) 
             f'  Anthropic(base_url="{url}/ng-rollout/my-1", api_key="unused")',
             f"  receipt    workbench receipt {run_dir} my-1 --reward 1",
             *([blind] if probe.get("renders_tools") is False else []),
-            "Ctrl-C ends it. A line a call:",
+            "Ctrl-C ends it. A line a call, and one for a request that is refused:",
             "rollout, call, mode, parent, prompt tokens added + sampled, end.",
         ]
     )
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    tell(text, sys.stdout)
 
 
 def _keep_vocabulary(run_dir: Path, model_path: Path) -> None:

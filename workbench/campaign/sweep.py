@@ -10,11 +10,13 @@ there whatever happens. Not here: what is shown (inspect.sweep_view), how one ru
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from workbench.campaign import runner
 from workbench.campaign.runner import NotebookResult
+from workbench.campaign.terminal import tell
 from workbench.config import Recipe
 from workbench.errors import RecipeError, SetupError
 from workbench.models import resolve
@@ -107,15 +109,15 @@ def run_sweep(
     worst = 0
     for point, recipe in zip(sweep.points, recipes, strict=True):
         settings = " ".join(f"{key}={value}" for key, value in point.settings.items())
-        print(f"sweep: {point.run}, {settings}", flush=True)
+        tell(f"sweep: {point.run}, {settings}", sys.stdout)
         result = execute(recipe, sweep.folder / point.run)
-        code = runner.tell(result)
+        code = runner.conclude(result)
         worst = worst or code
         index = write_index(sweep.folder)
         if result.outcome.status == "stopped":
             worst = code
             break
-    print(f"sweep: {index}")
+    tell(f"sweep: {index}", sys.stdout)
     return worst
 
 

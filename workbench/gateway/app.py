@@ -37,6 +37,7 @@ from workbench.gateway.exchange import Exchange
 from workbench.gateway.metrics import Metrics
 from workbench.gateway.pins import Pinned, pin
 from workbench.gateway.refusals import Refused, refusal_of, stopping
+from workbench.gateway.refused_log import RefusedLog
 from workbench.gateway.retries import Recording, Retries
 from workbench.gateway.settings import GatewaySettings
 from workbench.gateway.upstream import Upstream
@@ -73,6 +74,7 @@ class Gateway:
             coords_timeout_s=self.settings.coords_timeout_s,
         )
         self.retries = Retries(self.custodian, self.metrics, self._spawn, timeout_s=self.settings.request_timeout_s)
+        self.refused = RefusedLog(self.settings.refused_path, self.metrics)
         self._live: set[asyncio.Task[None]] = set()
         self._stopping = False
 
@@ -82,7 +84,7 @@ class Gateway:
             self.custodian,
             self.control_token,
             self.settings,
-            self.metrics,
+            self.refused,
             before_freeze=self.retries.bury,
             after_seal=self.retries.forget,
         )
@@ -95,7 +97,7 @@ class Gateway:
                 Route(tagged + "{path:path}", self._refusing(self._tagged), methods=["POST"]),
                 Route("/v1/{path:path}", self._refusing(self._untagged), methods=["GET", "POST"]),
             ],
-            exception_handlers={HTTPException: _no_such_route},
+            exception_handlers={HTTPException: self._no_such_route},
             lifespan=self._lifespan,
         )
 
@@ -150,7 +152,7 @@ class Gateway:
                     raise
                 # The server gives up what still runs; without an answer of ours it would send a bare 500.
                 answer = stopping()
-            self.metrics.refused.labels(answer.code).inc()
+            self.refused.note(answer, request)
             dialect = DIALECTS.get(request.path_params.get("path", ""))
             return answer.response(None if dialect is None else dialect.refusal(answer))
 
@@ -252,15 +254,16 @@ class Gateway:
             raise Refused(504, f"The policy worker did not answer within {timeout_s:g} s.", "worker_timeout") from None
         return Passed(answer, deadline)
 
+    async def _no_such_route(self, request: Request, error: Exception) -> Response:
+        answer = refusal_of(error)
+        self.refused.note(answer, request)
+        return answer.response()
+
     async def _health(self, request: Request) -> Response:
         return Response(orjson.dumps({"status": "ok", "live_calls": len(self._live)}), media_type="application/json")
 
     async def _metrics(self, request: Request) -> Response:
         return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")
-
-
-async def _no_such_route(request: Request, error: Exception) -> Response:
-    return refusal_of(error).response()
 
 
 def _json_object(raw: bytes) -> dict[str, Any]:

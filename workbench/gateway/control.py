@@ -22,8 +22,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from workbench.gateway.custody import Custodian
-from workbench.gateway.metrics import Metrics
 from workbench.gateway.refusals import Refused, refusal_of
+from workbench.gateway.refused_log import RefusedLog
 from workbench.gateway.settings import GatewaySettings
 from workbench.ledger import assemble_receipt, attribute_terminal
 from workbench.wire import RolloutManifest, check_rollout_id
@@ -45,7 +45,7 @@ class ControlPlane:
         custodian: Custodian,
         token: str,
         settings: GatewaySettings,
-        metrics: Metrics,
+        refused: RefusedLog,
         *,
         before_freeze: ForRollout,
         after_seal: ForRollout,
@@ -53,7 +53,7 @@ class ControlPlane:
         self._custodian = custodian
         self._expected = b"Bearer " + token.encode()
         self._settings = settings
-        self._metrics = metrics
+        self._refused = refused
         self._before_freeze = before_freeze
         self._after_seal = after_seal
 
@@ -78,7 +78,7 @@ class ControlPlane:
                 return Response(orjson.dumps(answer), media_type="application/json")
             except Exception as error:
                 refused = refusal_of(error)
-                self._metrics.refused.labels(refused.code).inc()
+                self._refused.note(refused, request)
                 return refused.response()
 
         return endpoint

@@ -1,0 +1,101 @@
+"""What a gateway refuses has a line in a file: who, why; not what came with the request, and never a flood."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import orjson
+import pytest
+import pytest_asyncio
+
+from workbench.campaign.refusal_lines import FILE, RefusalLines, line_of
+from workbench.gateway import refused_log
+from workbench.gateway.app import Gateway
+from workbench.gateway.settings import GatewaySettings
+from workbench.ledger import LedgerStore
+
+CHAT = "/ng-rollout/{}/v1/chat/completions"
+ASK = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest_asyncio.fixture
+async def agent(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """Of a gateway whose worker nobody asks: every request here is refused before."""
+    settings = GatewaySettings(
+        ledger_dir=str(tmp_path / "ledger"), worker_url="http://127.0.0.1:9", refused_path=str(tmp_path / FILE)
+    )
+    gateway = Gateway(settings, "control", "worker")
+    transport = httpx.ASGITransport(gateway.app())
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        yield client
+    await gateway.close()
+
+
+def shown(run_dir: Path) -> list[str]:
+    lines: list[str] = []
+    follower = RefusalLines(run_dir, lines.append)
+    follower.look()
+    follower.look()
+    return lines
+
+
+async def test_every_kind_of_refusal_is_one_line_without_what_came_with_the_request(
+    agent: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    LedgerStore(tmp_path / "ledger").freeze("closed.1")
+    secret = {"authorization": "Bearer sk-a-secret"}
+    await agent.post(CHAT.format("a.1"), json=ASK | {"n": 2}, headers=secret)
+    await agent.post(CHAT.format("closed.1"), json=ASK, headers=secret)
+    await agent.post("/ng-rollout/a.2/chat/completions", json=ASK)
+    await agent.post(CHAT.format("bad name"), json=ASK)
+    await agent.post(CHAT.format("a.3"), content=b'{"say": "\x1b[2J')
+    await agent.get("/nowhere")
+    await agent.get("/training-token-capture/control/rollouts/a.4/manifest", headers=secret)
+    heads = [line.partition(": ")[0] for line in shown(tmp_path)]
+    assert heads == [
+        "a.1  REFUSED 400 not_capturable",
+        "closed.1  REFUSED 409 rollout_frozen",
+        "a.2  REFUSED 404 unknown_route",
+        "(no rollout)  REFUSED 400 invalid_request",
+        "a.3  REFUSED 400 invalid_request",
+        "(no rollout)  REFUSED 404 http_404",
+        "a.4  REFUSED 401 unauthorized",
+    ]
+    assert "Next: a new <rollout> name" in shown(tmp_path)[1]
+    written = (tmp_path / FILE).read_text()
+    assert "sk-a-secret" not in written and "\x1b" not in written and "[2J" not in written
+
+
+async def test_a_flood_of_refusals_is_a_few_lines_and_a_file_of_bounded_size(
+    agent: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(refused_log.time, "monotonic", lambda: now[0])
+    for _ in range(3 * refused_log.BURST):
+        await agent.post(CHAT.format("a.1"), json=ASK | {"n": 2})
+    lines = shown(tmp_path)
+    assert len(lines) == refused_log.BURST + 1
+    assert lines[-1] == "REFUSED more; of the next 10 s they are only counted, in /metrics"
+    counted = (await agent.get("/metrics")).text
+    assert f'workbench_refused_total{{code="not_capturable"}} {3.0 * refused_log.BURST}' in counted
+    now[0] += refused_log.WINDOW_S
+    await agent.post(CHAT.format("a.1"), json=ASK | {"n": 2})
+    assert len(shown(tmp_path)) == refused_log.BURST + 2
+    monkeypatch.setattr(refused_log, "MOST_BYTES", 1)
+    await agent.post(CHAT.format("a.1"), json=ASK | {"n": 2})
+    assert len(shown(tmp_path)) == refused_log.BURST + 2
+
+
+def test_a_line_that_is_still_being_written_is_shown_once_it_is_whole(tmp_path: Path) -> None:
+    lines: list[str] = []
+    follower = RefusalLines(tmp_path, lines.append)
+    follower.look()
+    line = {"at": 1.0, "rollout_id": "my-1", "status": 409, "code": "rollout_frozen", "message": "It is closed."}
+    whole = orjson.dumps(line) + b"\n"
+    for part in (whole[:20], whole[20:-1], whole[-1:], whole):
+        with (tmp_path / FILE).open("ab") as file:
+            file.write(part)
+        follower.look()
+    assert lines == [line_of(line)] * 2

@@ -1,0 +1,68 @@
+"""Refusal lines: what the gateway refused, a line each, beside the lines of calls.
+
+In: the file that its processes append to (`gateway.refused_log`). Out: rollout, status, reason, next step.
+Invariant: only reads; every line of the file once. Not here: what is refused and said of it (gateway).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from workbench.campaign.call_lines import POLL_S
+
+FILE = "refused.jsonl"
+_ADDRESS = "the base URL is …/ng-rollout/<rollout>/v1, for Anthropic's client without /v1"
+_NEXT = {
+    "rollout_frozen": "a new <rollout> name for the next conversation",
+    "unknown_route": _ADDRESS,
+    "http_404": _ADDRESS,
+    "http_405": _ADDRESS,
+    "unauthorized": "nothing, if this was an agent: it needs no route below /training-token-capture",
+    "body_too_large": "shorter requests, or a larger gateway.max_body_bytes",
+    "body_timeout": "a longer gateway.client_timeout_s",
+    "worker_unreachable": "see whether the engine still runs",
+    "worker_timeout": "a longer gateway.request_timeout_s",
+}
+
+
+class RefusalLines:
+    """Follows the file of refusals in `run_dir`; `show` gets each line."""
+
+    def __init__(self, run_dir: Path, show: Callable[[str], None]) -> None:
+        self._path = run_dir / FILE
+        self._show = show
+        self._read = 0
+
+    async def follow(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            self.look()
+            await asyncio.sleep(POLL_S)
+
+    def look(self) -> None:
+        """Show what was added since the last look."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read)
+                came = file.read()
+        except FileNotFoundError:
+            return
+        whole, _, _ = came.rpartition(b"\n")
+        self._read += len(whole) + 1 if whole else 0
+        for line in whole.splitlines():
+            self._show(line_of(orjson.loads(line)))
+
+
+def line_of(refused: dict[str, Any]) -> str:
+    """One refusal in one line."""
+    if "more_within_s" in refused:
+        return f"REFUSED more; of the next {refused['more_within_s']:g} s they are only counted, in /metrics"
+    next_step = _NEXT.get(refused["code"], "")
+    said = refused["message"].rstrip(".")
+    who = f"{refused['rollout_id'] or '(no rollout)'}  "
+    return f"{who}REFUSED {refused['status']} {refused['code']}: {said}{f'. Next: {next_step}' if next_step else ''}"

@@ -1,0 +1,78 @@
+"""Refused log: what the gateway refused, as lines of a file that whoever serves an agent's author follows.
+
+Every refusal is counted (metrics); the file gets a JSON line each, at most `BURST` in `WINDOW_S` seconds a process and
+then one that says so. Invariant: nothing of a request's headers and body but what the refusal's own words quote, cut to
+`LONGEST` characters. Not here: calls that were admitted and failed (they have rows in the ledger), showing the lines.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import orjson
+from starlette.requests import Request
+
+from workbench.errors import WireError
+from workbench.gateway.metrics import Metrics
+from workbench.gateway.refusals import Refused
+from workbench.wire import check_rollout_id
+
+BURST, WINDOW_S = 10, 10.0
+LONGEST = 240
+MOST_BYTES = 4 * 2**20
+_NOBODYS_FAULT = ("client_left", "gateway_stopping")
+
+
+class RefusedLog:
+    """Counts refusals in `metrics` and appends them to `path`; None: they are counted alone."""
+
+    def __init__(self, path: str | None, metrics: Metrics) -> None:
+        self._path = None if path is None else Path(path)
+        self._metrics = metrics
+        self._window_began = -WINDOW_S
+        self._written = 0
+
+    def note(self, refused: Refused, request: Request) -> None:
+        """One refusal, of `request`."""
+        self._metrics.refused.labels(refused.code).inc()
+        if self._path is None or refused.code in _NOBODYS_FAULT:
+            return
+        now = time.monotonic()
+        if now - self._window_began >= WINDOW_S:
+            self._window_began, self._written = now, 0
+        self._written += 1
+        if self._written <= BURST:
+            self._append({"rollout_id": _rollout_of(request), "status": refused.status, "code": refused.code,
+                          "message": _plain(refused.message)})  # fmt: skip
+        elif self._written == BURST + 1:
+            self._append({"more_within_s": round(WINDOW_S - (now - self._window_began), 1)})
+
+    def _append(self, line: dict[str, object]) -> None:
+        assert self._path is not None
+        try:
+            # One write to a file that is open for appending: the processes of one gateway share it.
+            handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                if os.fstat(handle).st_size < MOST_BYTES:
+                    os.write(handle, orjson.dumps({"at": time.time(), **line}) + b"\n")
+            finally:
+                os.close(handle)
+        except OSError:
+            return  # the agent is told all the same, and a full disk is said where records are written
+
+
+def _rollout_of(request: Request) -> str | None:
+    """The rollout that a request is of, where its path names one that can be."""
+    try:
+        return check_rollout_id(request.path_params["rollout_id"])
+    except (KeyError, WireError):
+        return None
+
+
+def _plain(text: str) -> str:
+    """In one line, without what a terminal takes for an order."""
+    line = " ".join(text.split())
+    line = "".join(c if c.isprintable() else "?" for c in line).encode(errors="replace").decode()
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]}…"
