@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 
 import orjson
@@ -13,10 +14,11 @@ from workbench import runs
 from workbench.campaign.notebook_file import Outcome
 from workbench.campaign.progress import ProgressLine, describe
 from workbench.campaign.record_demo import record_demo
-from workbench.campaign.runner import NotebookResult, conclude
+from workbench.campaign.runner import NotebookResult, conclude, resume_run
 from workbench.campaign.summary import summarise
 from workbench.campaign.verify_run import verify_run
-from workbench.errors import RunStoreError
+from workbench.config import load_recipe
+from workbench.errors import RunStoreError, SetupError
 from workbench.runs.shelf import overview
 from workbench.runs.writer import RunWriter
 
@@ -208,6 +210,35 @@ def test_what_the_process_before_said_last_is_no_progress_of_the_one_that_goes_o
         writer.status(phase="starting ray")
     line.tick()
     assert stream.getvalue() == "0:00  starting the kernel\n0:00  starting ray\n"
+
+
+def test_progress_goes_on_where_the_clock_was_set_back(tmp_path, monkeypatch):
+    with RunWriter(tmp_path) as writer:
+        writer.status(phase="stopped")
+    stream = io.StringIO()
+    line = ProgressLine(tmp_path, stream)
+    monkeypatch.setattr("workbench.runs.writer.time.time", lambda: 5.0)
+    with RunWriter(tmp_path) as writer:
+        writer.status(phase="starting ray")
+    line.tick()
+    assert stream.getvalue() == "0:00  starting ray\n"
+
+
+def test_nobody_at_the_terminal_any_more_ends_nothing(tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)
+    (tmp_path / "status.json").write_bytes(orjson.dumps({"phase": "x"}))
+    with open(writing, "w") as stream:
+        line = ProgressLine(tmp_path, stream)
+        line.tick()
+        line.tick("stopping")
+        line.close()
+
+
+def test_a_run_that_cannot_be_written_is_not_gone_on_with(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    with pytest.raises(SetupError, match=r"cannot be written, and a run is gone on with .* resume the copy"):
+        resume_run(load_recipe("cpu_smoke"), tmp_path)
 
 
 @pytest.mark.parametrize(("status", "how"), [("stopped", "was stopped"), ("failed", "failed: ComponentDied: stopped")])

@@ -24,7 +24,9 @@ class ProgressLine:
         self._status_path = run_dir / "status.json"
         self._stream = stream
         self._live = stream.isatty()
-        self._began, self._since = time.monotonic(), time.time()
+        self._began = time.monotonic()
+        # When it was written, compared with others of its kind alone: a clock may be set back.
+        self._before = self._status().get("updated_at")
         self._shown: tuple[Any, ...] | None = None
         self._width = 0
 
@@ -50,14 +52,16 @@ class ProgressLine:
             tell("", self._stream)
 
     def _read(self) -> dict[str, Any]:
+        status = self._status()
+        # A run that is gone on with still has the last word of the process before.
+        return {} if self._before is not None and status.get("updated_at") == self._before else status
+
+    def _status(self) -> dict[str, Any]:
         try:
             status = orjson.loads(self._status_path.read_bytes())
         except (OSError, orjson.JSONDecodeError):
             return {}
-        if not isinstance(status, dict):
-            return {}
-        # A run that is gone on with still has the last word of the process before.
-        return status if status.get("updated_at", self._since) >= self._since else {}
+        return status if isinstance(status, dict) else {}
 
 
 def describe(status: dict[str, Any]) -> str:

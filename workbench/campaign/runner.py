@@ -94,6 +94,7 @@ def resume_run(recipe: Recipe, run_dir: Path) -> int:
 
     Prints its summary and returns the exit code.
     """
+    _refuse_read_only(run_dir, "a run is gone on with in its own directory", "resume")
     stored = run_dir / "recipe.yaml"
     given = {"recipe": str(stored.resolve()), "overrides": [], "run_dir": str(run_dir.resolve()), "resume": True}
     with _alone_in(run_dir):
@@ -130,6 +131,11 @@ def _further(outcome: Outcome, run_dir: Path) -> str:
     return f"; to go on with it: workbench resume {run_dir}" if begun and outcome.status != "done" else ""
 
 
+def _refuse_read_only(run_dir: Path, why: str, command: str) -> None:
+    if not os.access(run_dir, os.W_OK):
+        raise SetupError(f"{run_dir} cannot be written, and {why}. Next: copy the run, {command} the copy.")
+
+
 def report(run_dir: Path) -> Path:
     """Execute the campaign notebook again over a stored run, from its records alone; returns the notebook.
 
@@ -138,10 +144,7 @@ def report(run_dir: Path) -> Path:
     from workbench import runs
 
     runs.open(run_dir)
-    if not os.access(run_dir, os.W_OK):
-        raise SetupError(
-            f"{run_dir} cannot be written, and its report lies in it. Next: copy the run, report the copy."
-        )
+    _refuse_read_only(run_dir, "its report lies in it", "report")
     with _alone_in(run_dir):
         result = _execute(run_dir, {"run_dir": str(run_dir.resolve())}, live=False)
     if result.exit_code:
