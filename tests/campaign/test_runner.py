@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import nbformat
@@ -344,3 +345,9 @@ def test_a_run_name_that_is_taken_is_refused_and_a_default_one_counts_up(tmp_pat
         new_run_dir(tmp_path, "", named=True)
     (tmp_path / "first-1").mkdir()
     assert new_run_dir(tmp_path, "first", named=False).name == "first-2"
+
+
+def test_two_that_ask_for_a_new_run_at_once_get_two(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(lambda _: new_run_dir(tmp_path / "reports", "mine", claim=True), range(40)))
+    assert sorted(path.name for path in got) == sorted(f"mine-{number}" for number in range(1, 41))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import logging
 import os
 import re
@@ -85,7 +86,7 @@ def run_recipe(recipe_name: str, overrides: Sequence[str] = (), run_name: str | 
     recipe = load_recipe(recipe_name, list(overrides))
     resolve(recipe.model.path)
     name = recipe.name if run_name is None else run_name
-    run_dir = new_run_dir(recipe.reports.dir, name, named=run_name is not None)
+    run_dir = new_run_dir(recipe.reports.dir, name, named=run_name is not None, claim=True)
     return conclude(run_notebook(recipe, run_dir, recipe_name=recipe_name, overrides=overrides))
 
 
@@ -200,10 +201,11 @@ def _alone_in(run_dir: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def new_run_dir(reports: Path | str, name: str, *, named: bool = False) -> Path:
+def new_run_dir(reports: Path | str, name: str, *, named: bool = False, claim: bool = False) -> Path:
     """A directory name that is free: `name` itself where the user chose it, else `name-1`, `name-2`, …
 
-    Raises SetupError when a chosen name is taken, or is a path rather than a name.
+    `claim` makes the directory of a numbered one, so that nobody who asks at the same time gets the same. Raises
+    SetupError when a chosen name is taken, or is a path rather than a name.
     """
     reports = Path(reports)
     if named:
@@ -214,10 +216,16 @@ def new_run_dir(reports: Path | str, name: str, *, named: bool = False) -> Path:
         if (reports / name).exists() and not (reports / name).is_dir():
             raise SetupError(f"{reports / name} is a file, and a run is a directory. Next: choose another name.")
         return reports / name
-    number = 1
-    while (reports / f"{name}-{number}").exists():
-        number += 1
-    return reports / f"{name}-{number}"
+    for number in itertools.count(1):
+        run_dir = reports / f"{name}-{number}"
+        if run_dir.exists():
+            continue
+        with contextlib.suppress(FileExistsError):
+            if claim:
+                reports.mkdir(parents=True, exist_ok=True)
+                run_dir.mkdir()
+            return run_dir
+    raise AssertionError("there is always another number")
 
 
 def execute_over(source: Path, target: Path, parameters: dict[str, Any]) -> NotebookResult:

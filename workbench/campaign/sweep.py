@@ -90,7 +90,7 @@ def plan_sweep(
     first = recipes[0]
     if any(recipe.reports.dir != first.reports.dir or recipe.name != first.name for recipe in recipes):
         raise RecipeError("command line: name and reports.dir cannot be swept: they say where the sweep lies")
-    folder = runner.new_run_dir(first.reports.dir, f"{first.name}-sweep")
+    folder = runner.new_run_dir(first.reports.dir, f"{first.name}-sweep", claim=True)
     digits = len(str(len(chosen)))
     points = [Point(f"{first.name}-{number:0{digits}d}", settings) for number, settings in enumerate(chosen, 1)]
     return Sweep(folder, recipe_name, axes, points), recipes

@@ -55,7 +55,7 @@ def serve_recipe(recipe: str, overrides: tuple[str, ...], run_name: str | None) 
     checked = checked_recipe(recipe, overrides)
     refuse_unable(checked, training=False)
     name = f"serve-{checked.name}" if run_name is None else run_name
-    run_dir = new_run_dir(checked.reports.dir, name, named=run_name is not None)
+    run_dir = new_run_dir(checked.reports.dir, name, named=run_name is not None, claim=True)
     from workbench.campaign.serve import serve
 
     sys.exit(serve(checked, run_dir))
