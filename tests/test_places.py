@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -44,3 +45,8 @@ def test_what_a_killed_process_left_is_removed_by_the_next_that_makes_one(
     another = places.make_serve_directory()
     assert not any(directory.exists() for directory in left)
     assert alive.exists() and another.exists() and foreign.exists()
+
+
+def test_a_path_in_a_proposed_command_is_one_word_of_it():
+    assert shlex.split(f"workbench inspect {places.as_word(Path('/a b/lauf ü'))} x")[2:] == ["/a b/lauf ü", "x"]
+    assert places.as_word(Path("reports/run-1")) == "reports/run-1"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
 import shutil
 import tempfile
 import time
@@ -91,3 +92,8 @@ def _make(prefix: str) -> Path:
 
 def _ray_prefix(mark: str) -> str:
     return f"{_RAY}{mark[:8]}-"
+
+
+def as_word(path: Path) -> str:
+    """A path as one word of a command line, in quotes where a shell would take it apart."""
+    return shlex.quote(str(path))

@@ -15,6 +15,7 @@ from workbench.campaign.desk import ReceiptAsked, Verdict, checked_group
 from workbench.campaign.desk_socket import ask
 from workbench.errors import ComponentDied, RunStoreError
 from workbench.inspect.causes import explain, is_known
+from workbench.places import as_word
 from workbench.runs.condition import broken_status, state_of
 
 # Beside the finalizer's own deadline: the gateway's control calls, and a group that is being finalised before this one.
@@ -42,7 +43,8 @@ def ask_receipt(
     if broken := broken_status(run.path):
         raise RunStoreError(
             f"{broken[0]}, so where a server of this run listens is not known, and no rollout of it can be closed. "
-            f"Next: end the server, if it still runs, and serve again; workbench inspect {run_dir} shows the calls."
+            f"Next: end the server, if it still runs, and serve again; workbench inspect "
+            f"{as_word(run_dir)} shows the calls."
         )
     if not isinstance(desk, str) and run.served:
         state, error = state_of(run.path)
@@ -60,7 +62,7 @@ def ask_receipt(
     except ConnectionError:
         raise ComponentDied(
             f"The server of run {run.name} is gone, and with it the tokens of rollouts that had no receipt. "
-            f"What was recorded of their calls: workbench inspect {run_dir}"
+            f"What was recorded of their calls: workbench inspect {as_word(run_dir)}"
         ) from None
     return [Verdict.model_validate(verdict) for verdict in answer["verdicts"]]
 
@@ -86,7 +88,7 @@ def verdict_text(verdict: Verdict, run_dir: Path) -> str:
         ]
     lines += [
         f"  reward    {reward}; stored as group {verdict.group_id}",
-        f"  look      workbench inspect {run_dir} {verdict.rollout_id}",
+        f"  look      workbench inspect {as_word(run_dir)} {verdict.rollout_id}",
     ]
     return "\n".join(lines)
 

@@ -21,6 +21,7 @@ from workbench.errors import RunStoreError, SetupError, first_fault
 from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome, RowSummary
 from workbench.gateway.client import ControlClient
 from workbench.ledger import assemble_receipt
+from workbench.places import as_word
 from workbench.runs.custody import ledger_files, rollout_of
 from workbench.runs.writer import RunWriter
 from workbench.wire import CallRecord, RolloutManifest, check_rollout_id
@@ -115,7 +116,7 @@ class ReceiptDesk:
         if rollout_id in self.finalised:
             raise RunStoreError(
                 f"Rollout {rollout_id} has its receipt already (group {self.finalised[rollout_id]}); it is given once. "
-                f"Next: workbench inspect {self._run_dir} {rollout_id}"
+                f"Next: workbench inspect {as_word(self._run_dir)} {rollout_id}"
             )
         manifest = await self._control.manifest(rollout_id)
         if not manifest.records and not manifest.failures:

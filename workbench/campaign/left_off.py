@@ -23,6 +23,7 @@ from typing import Any
 
 from workbench.errors import RunStoreError
 from workbench.finalizer.parts import PARTS, is_whole
+from workbench.places import as_word
 from workbench.runs.custody import ledger_files, rollout_of
 from workbench.runs.frames import read_lines, read_parts
 
@@ -149,8 +150,8 @@ def _steps_taken(run_dir: Path) -> dict[int, list[str]]:
 
 def _damaged(run_dir: Path, what: str) -> RunStoreError:
     return RunStoreError(
-        f"{run_dir}: {what}; nobody can say where this run stood. Next: workbench verify {run_dir} names all that does "
-        "not fit; put back what is missing, or begin another run."
+        f"{run_dir}: {what}; nobody can say where this run stood. Next: workbench verify {as_word(run_dir)} names "
+        "all that does not fit; put back what is missing, or begin another run."
     )
 
 

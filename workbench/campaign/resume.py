@@ -25,6 +25,7 @@ from workbench.errors import RecipeError, RunStoreError, SetupError
 from workbench.finalizer.messages import FinalizedGroup
 from workbench.finalizer.metrics import pool_metrics
 from workbench.finalizer.stored import read_group
+from workbench.places import as_word
 from workbench.recipe_schema import Recipe
 from workbench.runs.condition import broken_status
 from workbench.runs.frames import read_parts
@@ -53,7 +54,7 @@ def resumable(run_dir: Path, overrides: Sequence[str] = ()) -> Recipe:
     if run.served:
         raise SetupError(
             f"{run_dir} is a served run: nothing is trained in it, so there is nothing to go on with. Next: workbench "
-            f"serve RECIPE begins another one, workbench inspect {run_dir} shows this one"
+            f"serve RECIPE begins another one, workbench inspect {as_word(run_dir)} shows this one"
         )
     if state == "unreadable" and run.events.filter(kind="started").is_empty():
         raise RunStoreError(
@@ -69,8 +70,8 @@ def resumable(run_dir: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"train.steps: {run_dir} has taken {left.steps_done} steps already; got {recipe.train.steps}")
     if state == "done" and recipe.train.steps == left.steps_done:
         raise SetupError(
-            f"{run_dir} is done, all {left.steps_done} steps are taken. Next: workbench report {run_dir}, or go on "
-            f"further: workbench resume {run_dir} train.steps={2 * left.steps_done}"
+            f"{run_dir} is done, all {left.steps_done} steps are taken. Next: workbench report {as_word(run_dir)}, or "
+            f"go on further: workbench resume {as_word(run_dir)} train.steps={2 * left.steps_done}"
         )
     _check_readable(run_dir, left)
     return recipe

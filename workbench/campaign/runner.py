@@ -41,7 +41,7 @@ from workbench.campaign.progress import ProgressLine
 from workbench.campaign.summary import Summary, summarise
 from workbench.campaign.terminal import tell
 from workbench.errors import RecipeError, RunStoreError, SetupError
-from workbench.places import shipped
+from workbench.places import as_word, shipped
 from workbench.recipe_schema import RUN_NAME, Recipe
 from workbench.runs.condition import ENDED, read_status
 from workbench.runs.frames import scan_lines
@@ -129,7 +129,7 @@ def _further(outcome: Outcome, run_dir: Path) -> str:
     recipe = outcome.error_name == RecipeError.__name__
     if recipe or (outcome.error_name == SetupError.__name__ and not sampled):
         return "" if sampled else "; mend the recipe and run again"
-    return f"; to go on with it: workbench resume {run_dir}" if begun and outcome.status != "done" else ""
+    return f"; to go on with it: workbench resume {as_word(run_dir)}" if begun and outcome.status != "done" else ""
 
 
 def _refuse_read_only(run_dir: Path, why: str, command: str) -> None:

@@ -32,7 +32,7 @@ from workbench.campaign.terminal import tell
 from workbench.config import Recipe
 from workbench.errors import RunStoreError, WorkbenchError, first_cause
 from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup
-from workbench.places import MARK
+from workbench.places import MARK, as_word
 from workbench.runs.vocabulary import load_vocabulary
 from workbench.runs.writer import RunWriter, atomic_file, store_recipe
 
@@ -122,11 +122,11 @@ def _stopped(number: int, session: _Session, writer: RunWriter) -> int:
 def last_words(run_dir: Path, lines: CallLines, receipts: int, left_open: Sequence[str]) -> str:
     """What a served run leaves, for whoever stopped it."""
     if not lines.calls:
-        return f"stopped after it served; no call came. The run: workbench inspect {run_dir}"
+        return f"stopped after it served; no call came. The run: workbench inspect {as_word(run_dir)}"
     said = [
         f"stopped after it served {_count(len(lines.rollouts), 'rollout')} with {_count(lines.calls, 'call')}: "
         f"{lines.captured:,} captured, {_count(receipts, 'rollout')} with a receipt",
-        f"  look      workbench inspect {run_dir}",
+        f"  look      workbench inspect {as_word(run_dir)}",
     ]
     if left_open:
         names = ", ".join(left_open[:_SHOWN]) + (", …" if len(left_open) > _SHOWN else "")
@@ -251,7 +251,7 @@ def greeting(recipe: Recipe, run_dir: Path, url: str, probe: Mapping[str, Any]) 
             "  client     of a conversation called my-1, one of",
             f'  OpenAI(base_url="{url}/ng-rollout/my-1/v1", api_key="unused")',
             f'  Anthropic(base_url="{url}/ng-rollout/my-1", api_key="unused")',
-            f"  receipt    workbench receipt {run_dir} my-1 --reward 1",
+            f"  receipt    workbench receipt {as_word(run_dir)} my-1 --reward 1",
             *([blind] if probe.get("renders_tools") is False else []),
             "Ctrl-C ends it. A line a call, and one for a request that is refused:",
             "rollout, call, mode, parent, prompt tokens added + sampled, end.",

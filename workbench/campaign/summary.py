@@ -17,6 +17,7 @@ import polars as pl
 from workbench import runs
 from workbench.campaign.learned import reward_rise
 from workbench.campaign.notebook_file import Outcome
+from workbench.places import as_word
 from workbench.runs.shelf import finished_rollouts, token_in_rates
 
 _SHOWN_REJECTIONS = 12
@@ -123,7 +124,7 @@ class Summary:
     def _why_nothing_was_trained(self) -> list[str]:
         run_dir = Path(self.notebook).parent
         lines = [f"  nothing was trained        {len(self.rejected)} of {self.rollouts} rollouts were rejected"]
-        next_step = f"workbench inspect {run_dir}"
+        next_step = f"workbench inspect {as_word(run_dir)}"
         if self.rejected:
             ((cause, count),) = Counter(row["cause"] for row in self.rejected).most_common(1)
             alike = [row for row in self.rejected if row["cause"] == cause]

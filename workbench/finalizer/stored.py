@@ -24,6 +24,7 @@ from workbench.finalizer.parts import is_whole, part_paths
 from workbench.finalizer.routes import RoutePlan, fill_routes, fragment_of
 from workbench.finalizer.rows import GroupRow
 from workbench.finalizer.spans import settings_of
+from workbench.places import as_word
 from workbench.runs.frames import read_parts
 from workbench.runs.staged import together
 from workbench.wire import Cause, extras_digest
@@ -116,7 +117,7 @@ def stored_fragments(run_dir: Path, group_id: str, plans: Mapping[str, RoutePlan
         if extras_digest(extras) != span.extras_digest:
             raise RunStoreError(
                 f"{path}: {Cause.ROUTE_DIGEST_MISMATCH}: the extras of call {call_id} are not those of digest "
-                f"{span.extras_digest}, so its routed experts cannot be used. Next: workbench verify {run_dir}"
+                f"{span.extras_digest}, so its routed experts cannot be used. Next: workbench verify {as_word(run_dir)}"
             )
         found[rollout_id][call_id] = fragment_of(extras)
     lost = [call_id for rollout_id, call_id in wanted if found[rollout_id].get(call_id) is None]

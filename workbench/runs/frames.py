@@ -21,6 +21,7 @@ import orjson
 import polars as pl
 
 from workbench.errors import RunStoreError
+from workbench.places import as_word
 from workbench.runs import schema
 from workbench.runs.schema import Column
 
@@ -267,4 +268,6 @@ def _read_part(table: str, path: Path, *, expected: pa.Schema, empty: pl.DataFra
 
 
 def _damaged(path: Path, what: str) -> RunStoreError:
-    return RunStoreError(f"{path} {what}. Next: workbench verify {path.parent.parent} names all that is damaged.")
+    return RunStoreError(
+        f"{path} {what}. Next: workbench verify {as_word(path.parent.parent)} names all that is damaged."
+    )
