@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from workbench.inspect import html as markup
-from workbench.inspect.causes import explain, explain_failure
+from workbench.inspect.causes import explain, explain_failure, in_words
 from workbench.inspect.ids import short_id
 from workbench.inspect.snapshot import LiveView
 from workbench.inspect.style import bar_list, panels, say_nothing_to_show
@@ -192,7 +192,7 @@ class PoisonTable(LiveView):
             markup.Cell(f"{row['rollouts'] / self.total:.1%}", right=True),
             steps,
             markup.Cell(row["example"], under=where),
-            markup.Cell(row["detail"] or "", muted=True, under=f"and {others}; all: .rejected" if more else ""),
+            markup.Cell(in_words(row["detail"]), muted=True, under=f"and {others}; all: .rejected" if more else ""),
         ]
 
     @staticmethod
