@@ -116,6 +116,20 @@ def unreadable(figure) -> list[str]:
     return [text.get_text() for text in small + cut]
 
 
+def test_on_a_dark_page_a_picture_is_a_card_and_a_text_has_the_pages_colours(run):
+    shown = [PrefixChain(run, "stored.0.1.0"), TokenStrip(run, "stored.0.1.0"), RowDiff(run, run), PoisonTable(run)]
+    for view in [*shown, LogprobDelta(run), CampaignBoard(run), CaptureRate(run), RewardCurve(run)]:
+        image = Image.open(BytesIO(view.snapshot().png)).convert("RGBA")
+        right, bottom = image.width - 1, image.height - 1
+        for corner in ((0, 0), (right, 0), (0, bottom), (right, bottom)):
+            assert image.getpixel(corner)[3] == 0
+        assert image.getpixel((12, image.height // 2)) == (255, 255, 255, 255)
+        # What is drawn stays off the edge: the paper is all that is there.
+        assert len({image.getpixel((x, 6)) for x in range(30, right - 30)}) == 1
+        html = view.snapshot().html
+        assert "background:#" not in html and not re.search(r"[;\"](color|border)[^;\"]*#", html)
+
+
 def test_every_word_of_a_picture_can_be_read_on_a_narrow_page(run, tmp_path):
     shutil.copytree(recorded_run(), tmp_path / "one")
     shutil.copytree(recorded_run(), tmp_path / "other")

@@ -53,17 +53,22 @@ def _head(name: str) -> str:
     return f'<th style="{_CELL};border-bottom:1px solid rgba(128,128,128,.5){whole}">{escape(name)}</th>'
 
 
+def _breakable(text: str) -> str:
+    """A long name may go on in a second line behind an underscore, where its column is narrow."""
+    return escape(text).replace("_", "_<wbr>") if len(text) > _PROSE_CH and " " not in text else escape(text)
+
+
 def _own_width(*lines: str) -> str:
     """On a narrow page a table scrolls; squeezed, its sentences would be a word a line, and names end at a hyphen."""
-    if max(map(len, lines)) > _PROSE_CH:
-        return f";min-width:{_PROSE_CH}ch"
+    if max(map(len, lines)) > _PROSE_CH and any(" " in line for line in lines):
+        return f";min-width:min({_PROSE_CH}ch,30vw)"
     return ";white-space:nowrap" if any("-" in line[1:] and " " not in line for line in lines) else ""
 
 
 def _cell(cell: Cell | str) -> str:
     if isinstance(cell, str):
-        return f'<td style="{_CELL}{_own_width(cell)}">{escape(cell)}</td>'
-    body = escape(cell.text)
+        return f'<td style="{_CELL}{_own_width(cell)}">{_breakable(cell)}</td>'
+    body = _breakable(cell.text)
     if cell.strong:
         body = f"<b>{body}</b>"
     if cell.under:
