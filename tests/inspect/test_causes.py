@@ -14,7 +14,7 @@ from workbench.inspect import html as markup
 from workbench.inspect.arms import flips, pair_up
 from workbench.inspect.causes import in_words
 from workbench.inspect.custody import rejection
-from workbench.ledger.attribution import REASONS
+from workbench.wire.causes import REASONS
 
 SAID = "response_id_no_match,no_content_match"
 WORDS = (

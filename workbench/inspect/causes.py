@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from workbench.ledger.attribution import REASONS
 from workbench.wire import Cause
+from workbench.wire.causes import REASONS
 
 _CAUSES = {cause.value: cause for cause in Cause}
 _CODE = re.compile(r"[a-z_]+(?=$|[=\[])")
