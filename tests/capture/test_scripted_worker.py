@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
 from capture.scripted_worker import (
     DEADLINE_S,
     NEXT,
@@ -449,16 +450,18 @@ async def test_a_call_whose_reader_left_before_its_turn_is_never_sampled(
         assert await Agent(server, "run.0.0.0").outcome(call_id) is None
 
 
-@pytest.mark.parametrize("stuck", ["engine", "sink"])
+@pytest.mark.parametrize("stuck", ["engine", "sink", "abort"])
 async def test_an_abandoned_call_that_does_not_end_is_given_up_with_its_cause(
     chatml_folder: Path, tmp_path: Path, monkeypatch: Any, stuck: str
 ) -> None:
     monkeypatch.setattr("workbench.capture.engine.ABORT_TIMEOUT_S", 0.3)
-    script = write_script(tmp_path, {"text": "Paris.", "delay_s": 60.0 if stuck == "engine" else 0.0})
+    script = write_script(tmp_path, {"text": "Paris.", "delay_s": 0.0 if stuck == "sink" else 60.0})
     sink = SlowSink()
     async with serving(chatml_folder, script, monkeypatch, sink=sink, sink_timeout_s=60.0) as (server, _):
 
-        async def deaf(call_id: str) -> None: ...
+        async def deaf(call_id: str) -> None:
+            if stuck == "abort":
+                await asyncio.Event().wait()
 
         monkeypatch.setattr(server.engine, "abort", deaf)
         waiting = sink.asked.is_set if stuck == "sink" else lambda: server.gate.running == 1
@@ -487,6 +490,21 @@ async def test_what_a_worker_cannot_start_with_is_said_before_it_does(
         with pytest.raises(CaptureError, match="has no model, so it cannot score"):
             await server.score([[1, 2]])
         assert (await Agent(server, "run.0.0.0").http.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("parser", ["httptools_impl:HttpToolsProtocol", "h11_impl:H11Protocol"])
+async def test_an_admission_grows_with_its_chain_and_the_server_takes_it_with_either_parser(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any, parser: str
+) -> None:
+    """uvicorn falls back to h11 where httptools is not installed; by itself it then takes 64 KiB of headers."""
+    monkeypatch.setitem(uvicorn.config.HTTP_PROTOCOLS, "auto", f"uvicorn.protocols.http.{parser}")
+    async with serving(chatml_folder, write_script(tmp_path, {"text": "Paris."}), monkeypatch) as (server, _):
+        agent = Agent(server, "run.0.0.0")
+        keys = [f"run.0.0.0/{number:032x}" for number in range(20_000)]
+        admission = agent.admission().model_copy(update={"staging_chain": keys})
+        assert len(admission.to_header()) > 1_000_000
+        answer = await agent.http.post(agent.path, json={}, headers=agent.headers(admission))
+        assert (answer.status_code, "it takes no parent, prefix or chain" in answer.text) == (400, True), answer.text
 
 
 async def test_a_server_that_ends_before_it_listens_is_an_error_and_no_wait(

@@ -195,7 +195,7 @@ class StubbornEngine(EngineThatKeepsOtherWeights):
 @pytest.mark.parametrize(
     ("stubborn", "error", "says", "in_doubt"),
     [
-        ("pause", DeadlineExceeded, r"did not pause within 0\.05 s", False),
+        ("pause", DeadlineExceeded, r"did not pause within 0\.05 s", True),
         ("load", DeadlineExceeded, r"did not load .* within 0\.05 s; its weights are in doubt", True),
         ("cache", WeightSyncError, "kept its prefix cache", True),
         ("reset", DeadlineExceeded, "did not load", True),
@@ -212,6 +212,36 @@ async def test_an_engine_that_does_not_do_its_part_of_an_update_is_named(
             await server.update_weights(str(tmp_path), 1, hold=True, straddle=True)
     assert server.weight_version() == 0
     assert server.gate.in_doubt == in_doubt
+
+
+async def test_an_engine_that_may_be_paused_gets_no_calls_until_an_update_has_let_it_go_on(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
+    """A call let in would wait in the engine for ever, with nobody to resume it."""
+    engine = EngineThatPausesLate()
+    server = server_over(engine, tmp_path, monkeypatch, load_timeout_s=0.05)
+    with pytest.raises(DeadlineExceeded, match="did not pause"):
+        await server.update_weights(str(tmp_path), 1, hold=True, straddle=True)
+    assert engine.paused
+    call = asyncio.create_task(server.gate.call().__aenter__())
+    assert (await asyncio.wait([call], timeout=0.05))[0] == set()
+    await server.update_weights(str(tmp_path), 1)
+    await asyncio.wait_for(call, DEADLINE_S)
+    assert not engine.paused
+
+
+class EngineThatPausesLate(EngineThatKeepsOtherWeights):
+    """It pauses, but says so only when nobody waits for it any more."""
+
+    keeps_others = False
+    paused = False
+
+    async def pause_generation(self, mode: str, clear_cache: bool) -> None:
+        self.paused = True
+        await asyncio.Event().wait()
+
+    async def resume_generation(self) -> None:
+        self.paused = False
 
 
 def test_an_engine_that_is_gone_is_noticed(monkeypatch: Any, tmp_path: Path) -> None:

@@ -327,6 +327,32 @@ async def served(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": orjson.dumps({"path": scope["path"]})})
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_body_that_passes_and_does_not_end_is_given_up_at_the_deadline(tmp_path: Path, leaves: bool) -> None:
+    left = asyncio.Event()
+
+    async def dripping(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            continue
+        left.set()
+
+    deadline_s = 60.0 if leaves else 0.3
+    async with (
+        listening(dripping) as worker,
+        gateway_over(worker, tmp_path, request_timeout_s=deadline_s, capture_enabled=False) as (url, _),
+        httpx.AsyncClient(timeout=5.0) as http,
+    ):
+        with contextlib.nullcontext() if leaves else pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
+            async with http.stream("GET", url + "/v1/models") as answer:
+                async for part in answer.aiter_raw():
+                    assert part == b"data: 1\n\n"
+                    if leaves:
+                        break
+        await asyncio.wait_for(left.wait(), 5.0)
+
+
 async def test_a_worker_that_does_not_answer_what_passes_is_given_up_at_the_deadline(tmp_path: Path) -> None:
     left = asyncio.Event()
 

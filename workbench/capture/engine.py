@@ -131,7 +131,8 @@ class CapturingEngine(GatedEngine):
             if self._gate.holds_outputs:  # the engine's last word is here, or will be, and waits for the proof
                 deadline = clock() + ABORT_TIMEOUT_S
             with contextlib.suppress(Exception):
-                await self._engine.abort(call.admission.model_call_id)
+                async with asyncio.timeout(ABORT_TIMEOUT_S / 10):
+                    await self._engine.abort(call.admission.model_call_id)
             await asyncio.wait([recording], timeout=0.2)
         recording.cancel()
 

@@ -22,17 +22,16 @@ from typing import Any
 import aiohttp
 import orjson
 from starlette.applications import Starlette
-from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from workbench.errors import WorkbenchError
 from workbench.gateway.asked import Asked
 from workbench.gateway.control import ControlPlane, read_body
 from workbench.gateway.custody import Custodian
-from workbench.gateway.delivery import Streamed, whole
+from workbench.gateway.delivery import Passed, Streamed, whole
 from workbench.gateway.dialects import DIALECTS
 from workbench.gateway.exchange import Exchange
 from workbench.gateway.metrics import Metrics
@@ -243,19 +242,15 @@ class Gateway:
         self, method: str, path: str, body: bytes | None, query: str = "", *, rollout_id: str | None = None
     ) -> Response:
         timeout_s = self.settings.request_timeout_s
+        deadline = asyncio.get_running_loop().time() + timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout_at(deadline):
                 answer = await self.upstream.send(method, path, body, rollout_id=rollout_id, query=query)
         except aiohttp.ClientError:  # first: some of them are a TimeoutError as well
             raise
         except TimeoutError:
             raise Refused(504, f"The policy worker did not answer within {timeout_s:g} s.", "worker_timeout") from None
-        return StreamingResponse(
-            answer.content.iter_any(),
-            answer.status,
-            media_type=answer.headers.get("content-type"),
-            background=BackgroundTask(answer.close),
-        )
+        return Passed(answer, deadline)
 
     async def _health(self, request: Request) -> Response:
         return Response(orjson.dumps({"status": "ok", "live_calls": len(self._live)}), media_type="application/json")

@@ -6,9 +6,11 @@ asked for again.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
+import aiohttp
 from starlette.background import BackgroundTask
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -54,3 +56,20 @@ class Streamed(StreamingResponse):
     async def _tell(self) -> None:
         if self._whole:
             await self._delivered()
+
+
+class Passed(StreamingResponse):
+    """A worker's answer as it comes, until `deadline` on the loop's clock; what is cut there, or by the worker, breaks
+    the connection, so that nobody takes it for the whole."""
+
+    def __init__(self, answer: aiohttp.ClientResponse, deadline: float) -> None:
+        super().__init__(answer.content.iter_any(), answer.status, media_type=answer.headers.get("content-type"))
+        self._answer = answer
+        self._deadline = deadline
+
+    async def stream_response(self, send: Send) -> None:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                await super().stream_response(send)
+        finally:
+            self._answer.close()

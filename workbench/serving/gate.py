@@ -2,7 +2,8 @@
 
 Invariant: no generation straddles two weight versions, because a closing gate waits until the running ones are done.
 The exception is asked for: with `straddle` running calls stay, and what the engine says of them is held back until the
-new weights are proved. Of weights in doubt nothing is sampled: the gate stays closed until an update ends well.
+new weights are proved. Of an engine in doubt (it may be paused, or have mixed weights) nothing is sampled: the gate
+stays closed until an update ends well.
 Not here: pausing the engine and loading weights (worker, weights), recording what ran (capture).
 """
 
@@ -27,7 +28,7 @@ class GenerationGate:
         self.held = False
         """Whether a weight update has ended and keeps calls back all the same, until `open`."""
         self.in_doubt = False
-        """Whether a weight update has begun to change weights and has not come to its good end."""
+        """Whether a weight update has begun to pause the engine or to change its weights, and has not ended well."""
         self._taken = False
         self._open = asyncio.Event()
         self._open.set()
@@ -57,7 +58,8 @@ class GenerationGate:
         """Hold while nothing may run; `stay_closed` leaves the gate closed afterwards, until `open`.
 
         With `straddle` running calls stay, for the holder to pause them; their outputs wait in `proved` until `open`.
-        A holder that sets `in_doubt` before it changes anything, and fails, leaves the gate closed for another to try.
+        A holder that sets `in_doubt` before it asks anything of the engine, and fails, leaves the gate closed for
+        another to try.
         Raises `DeadlineExceeded`, with the gate open, when running calls do not end within `timeout_s`.
         """
         if self._taken or not (self._open.is_set() or self.in_doubt):

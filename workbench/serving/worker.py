@@ -5,7 +5,7 @@
                     cache → version := new
 `PolicyServer` is a plain async class; `PolicyWorker` is the Ray actor around it, staging into TransferQueue.
 Invariants: a call's version is the one at its admission; no call straddles two versions but where that is asked for;
-nothing is sampled after an update that failed while it loaded; when this process dies, killed too, the engine's
+nothing is sampled after an update that failed in the engine; when this process dies, killed too, the engine's
 processes end with it.
 Not here: what a worker is told (settings), how a call is captured (engine, splice, core), what the start-up probe asks
 (probe).
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from workbench.capture.core import StagingSink, StagingSource
 
 STOP_TIMEOUT_S = 10.0
+HEADER_BYTES = 16 * 2**20
+"""What a request's headers may have where h11 reads them (without httptools, which has no limit). An admission names
+the calls of its chain, about 80 bytes each; h11's own 64 KiB are full after 800."""
 
 
 class PolicyServer:
@@ -63,6 +66,8 @@ class PolicyServer:
         self.engine: Any = None
         """The engine underneath, uncaptured; None before `start` and after `stop`."""
         self.tokenizer: Any = None
+        self._paused = False
+        """Whether the engine was asked to pause and has not gone on since; it may be paused then."""
         self._http: Any = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -147,7 +152,13 @@ class PolicyServer:
         host = f"[{config.host}]" if ":" in config.host else config.host
         self.url = f"http://{host}:{listener.getsockname()[1]}"
         settings = uvicorn.Config(
-            door, log_level="warning", access_log=False, lifespan="off", timeout_keep_alive=120, log_config=None
+            door,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=120,
+            log_config=None,
+            h11_max_incomplete_event_size=HEADER_BYTES,
         )
         self._http = QuietServer(settings)
         self._serving = asyncio.create_task(self._http.serve(sockets=[listener]))
@@ -174,9 +185,9 @@ class PolicyServer:
         is sampled from them. Running calls end first; with `straddle` they are paused and go on with the new weights,
         their prompts and what they had sampled computed again, and nothing of that leaves before `resume`. How many
         there were is `straddling` then. Raises `WeightSyncError` when loading fails or the prefix cache was not reset,
-        `DeadlineExceeded` when running calls do not end within `quiet_timeout_s` or loading takes longer than
-        `load_timeout_s`, `ComponentDied` when the engine is gone. After a failure in or after loading all calls stay
-        held until an update succeeds.
+        `DeadlineExceeded` when running calls do not end within `quiet_timeout_s`, or pausing or loading takes longer
+        than `load_timeout_s`, `ComponentDied` when the engine is gone. After a failure that the engine had a part in
+        all calls stay held until an update succeeds.
         """
         if version <= self._version:
             raise WeightSyncError(f"Weight version {version} came after {self._version}; versions only grow.")
@@ -187,18 +198,19 @@ class PolicyServer:
             timings = {"straddling": float(self.gate.running)} if straddle else {}
             if self.config.engine == "vllm":
                 self.check_alive()
+                self.gate.in_doubt = True
                 if straddle:
                     await self._pause()
             timings["quiet_s"] = time.perf_counter() - began
             if self.config.engine == "vllm":
-                self.gate.in_doubt = True
-                timings |= await self._load(path, version, straddle)
+                timings |= await self._load(path, version)
             self._version = version
             self.gate.in_doubt = False
         return timings | {"total_s": time.perf_counter() - began}
 
     async def _pause(self) -> None:
         """Freeze running calls between two steps of the engine; should loading fail they stay frozen."""
+        self._paused = True
         try:
             async with asyncio.timeout(self.config.load_timeout_s):
                 await self.engine.pause_generation(mode="keep", clear_cache=False)
@@ -216,13 +228,14 @@ class PolicyServer:
                 "The engine of the policy worker is gone. Next: its last words are in the worker's log."
             )
 
-    async def _load(self, path: str, version: int, straddle: bool) -> dict[str, float]:
+    async def _load(self, path: str, version: int) -> dict[str, float]:
         try:
             async with asyncio.timeout(self.config.load_timeout_s):
                 timings = await self._reload(path)
                 await self.engine.update_weight_version(str(version))
-                if straddle:
+                if self._paused:
                     await self.engine.resume_generation()
+                    self._paused = False
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"The engine did not load {path} within {self.config.load_timeout_s:g} s; its weights are in doubt."

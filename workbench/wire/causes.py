@@ -225,5 +225,4 @@ REASONS = {
     "witness_disagreement": "Response id, content or declaration name calls with different tokens; in brackets: which.",
     "corroborated_by": "These witnesses name the same tokens as the one that was followed.",
 }
-"""What each part of a `terminal_attribution_reason` means: why nobody, or who, named a rollout's last call. The parts are
-joined by commas."""
+"""What a part of a `terminal_attribution_reason` means: why nobody, or who, named the last call; joined by commas."""
