@@ -176,7 +176,7 @@ def only_one():
 def need(*findings):
     for finding in findings:
         if finding.cure:
-            stop("%s: %s; %s" % (finding.what, finding.found, finding.cure))
+            (say if finding.optional else stop)("%s: %s; %s" % (finding.what, finding.found, finding.cure))
 
 
 def quiet(command):

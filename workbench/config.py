@@ -79,7 +79,7 @@ def resolve_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> R
         merged = _mapping(OmegaConf.merge(merged, layer.values))
         for key, value in _leaves(written):
             if value != MISSING or key not in origins:
-                origins[key] = layer.origin
+                _written(origins, key, layer.origin)
     values = _interpolated(merged, path, origins)
     unfilled = [key for key, value in _leaves(values) if value == MISSING]
     if unfilled:
@@ -92,6 +92,13 @@ def resolve_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> R
     except ValidationError as error:
         raise RecipeError(_explain(error, origins)) from error
     return Resolved(recipe, {key: origins.get(key, SCHEMA) for key, _ in _leaves(recipe.model_dump())})
+
+
+def _written(origins: dict[str, str], key: str, origin: str) -> None:
+    """`key` has its value from `origin` now: what stood above it or below it has none of its own any more."""
+    for other in [other for other in origins if key.startswith(f"{other}.") or other.startswith(f"{key}.")]:
+        del origins[other]
+    origins[key] = origin
 
 
 def describe(
@@ -297,9 +304,19 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
         key = key or message.partition(":")[0]
         message = message if message.startswith(key) else f"{key}: {message}"
     else:
-        message = f"{key}: expected {allowed_in_words(fault['loc'])}, got {_in_words(fault['input'])}"
+        allowed = allowed_in_words(fault["loc"])
+        message = f"{key}: expected {allowed}, got {_in_words(fault['input'])}"
+        if isinstance(fault["input"], Mapping) and "a text" in allowed:
+            message += _colon(key)
     origin = origins.get(key) or next((o for k, o in origins.items() if k.startswith(key + ".") and o != SCHEMA), None)
     return (f"{origin}: " if origin not in (None, SCHEMA) else "") + message + more
+
+
+def _colon(key: str) -> str:
+    """Why a text came as a mapping, and how it is written."""
+    if key in ("environment.name", "train.sampler.name"):
+        return f": a name and the class behind its colon, without a space ({key}=file.py:Class)"
+    return ": YAML makes a mapping of a colon at the end or before a space; put the value in quotes"
 
 
 def _in_words(value: Any) -> str:

@@ -39,8 +39,14 @@ def names_own_code(name: str) -> bool:
 def load(path: str, what: str) -> Any:
     """What lies at `path`. Raises RecipeError that begins with `what` where nothing does or its code does not run."""
     place, _, name = path.rpartition(":")
-    if ":" not in path:
-        raise RecipeError(f"{what} {path!r} names a file and no class in it; expected {path}:Class")
+    if ":" not in path or not name.strip():
+        file = place or path
+        raise RecipeError(f"{what} {path!r} names a file and no class in it; expected {file.rstrip(':')}:Class")
+    if not place or ":" in place:
+        raise RecipeError(
+            f"{what} {path!r} has {'nothing before its colon' if not place else 'more than one colon'}; "
+            f"expected {FORMS}"
+        )
     try:
         module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except RecipeError:

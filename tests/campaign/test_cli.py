@@ -124,6 +124,37 @@ def test_every_command_has_help_and_a_sentence():
         (("serve", "cpu_smoke", "ray.num_cpus=4", "finalizer.actors=2"), "ray.num_cpus 4, 6 actors"),
         (("recipe", "check", "cpu_smoke", "environment.name=x"), "no environment 'x'"),
         (
+            ("recipe", "check", "cpu_smoke", "environment.name=x.py:"),
+            "workbench: command line: environment.name: expected a text, got {'x.py': None}: a name and the class "
+            "behind its colon, without a space (environment.name=file.py:Class)",
+        ),
+        (
+            ("recipe", "check", "cpu_smoke", "model.path=my: model"),
+            "workbench: command line: model.path: expected a text, got {'my': 'model'}: YAML makes a mapping",
+        ),
+        (
+            ("recipe", "check", "cpu_smoke", "environment.name='x.py:'"),
+            "environment.name: 'x.py:' names a file and no class in it; expected x.py:Class",
+        ),
+        (("recipe", "check", "cpu_smoke", "environment.name='a.py:B:C'"), "'a.py:B:C' has more than one colon"),
+        (("recipe", "check", "cpu_smoke", "environment.name=':B'"), "':B' has nothing before its colon"),
+        (
+            ("recipe", "check", "cpu_smoke", "train.advantage={name: gdpo, options: {weights: {from: 1.0}}}"),
+            "train.advantage.options.weights.from: the rewards of guess_number have no such component, did you mean",
+        ),
+        (
+            ("recipe", "check", "cpu_smollm2", "train.advantage={name: gdpo, options: {weights: [1.0, 2.0]}}"),
+            "train.advantage.options.weights: expected 3, for form, hints, near of guess_number; got 2",
+        ),
+        (
+            ("recipe", "check", "cpu_smoke", "model.tool_call_parser=hermess"),
+            "model.tool_call_parser: no 'hermess'; did you mean hermes?",
+        ),
+        (
+            ("recipe", "check", "cpu_smoke", "model.reasoning_parser=Qwen3"),
+            "model.reasoning_parser: no 'Qwen3'; did you mean qwen3?",
+        ),
+        (
             ("recipe", "check", "cpu_smoke", "model.max_model_len=1000000"),
             "was made for 8,192 positions; set it to 8192",
         ),
@@ -315,9 +346,39 @@ def test_too_little_memory_and_disk_are_said_with_what_is_needed(tmp_path, monke
     monkeypatch.setattr(machine, "memory_gib", lambda: 5.9)
     assert "needs 8 GB" in machine.memory().cure
     monkeypatch.setattr(machine, "memory_gib", lambda: 7.6)
-    assert machine.memory().good
+    assert machine.memory(machine.SMALL_PEAK_GIB).good
     assert "needs 1000000000 GiB" in machine.disk(tmp_path, 1e9).cure
     assert machine.disk(tmp_path, 0.0).good
+
+
+@pytest.mark.parametrize(
+    ("total_gib", "swap_gib", "takes_gib", "mark"),
+    [
+        (7.6, 0.0, None, "--"),
+        (7.6, 0.0, machine.PEAK_GIB, "BAD"),
+        (7.6, 4.0, machine.PEAK_GIB, "--"),
+        (9.6, 0.0, machine.PEAK_GIB, "--"),
+        (11.5, 0.0, machine.PEAK_GIB, "ok"),
+        (11.5, 0.0, None, "ok"),
+    ],
+)
+def test_memory_that_the_default_campaign_would_outgrow_is_said_with_the_smaller_recipe(
+    monkeypatch, total_gib, swap_gib, takes_gib, mark
+):
+    monkeypatch.setattr(machine, "memory_gib", lambda: total_gib)
+    monkeypatch.setattr(machine, "_swap_gib", lambda field: swap_gib)
+    found = machine.memory(takes_gib)
+    assert mark == ("ok" if found.good else "--" if found.optional else "BAD")
+    assert found.good or ("takes 9.4 GiB at its peak" in found.cure and "cpu_smoke" in found.cure)
+
+
+def test_a_campaign_is_measured_by_the_model_that_it_trains_here(monkeypatch):
+    assert doctor.memory_taken_gib(load_recipe("cpu_smoke")) == machine.SMALL_PEAK_GIB
+    assert doctor.memory_taken_gib(load_recipe("cpu_smollm2")) == machine.PEAK_GIB
+    assert doctor.memory_taken_gib(load_recipe("cpu_smollm2", ["ray.device=gpu"])) is None
+    monkeypatch.setattr(machine, "free_memory_gib", lambda: 6.0)
+    monkeypatch.setattr(machine, "_swap_gib", lambda field: 0.0)
+    assert machine.free_memory(machine.SMALL_PEAK_GIB).good and not machine.free_memory(machine.PEAK_GIB).good
 
 
 def test_the_shipped_recipes_are_listed_with_a_whole_sentence_in_80_columns():

@@ -290,9 +290,22 @@ def test_a_receipt_counts_calls_as_inspect_does(tmp_path: Path) -> None:
     verdict = Verdict.model_construct(**fields)
     total = row["calls"] + 1
     said = verdict_text(verdict, tmp_path)
-    assert f"calls     {total}, 1 of them failed\n" in said
+    assert f"calls     {total}: {row['calls']} captured, 1 not captured\n" in said
     assert "detail    assistant_text_changed: The model's own text came back changed.\n" in said
     assert f"· {total} calls ·" in repr(PrefixChain(run, row["rollout_id"]))
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        ({"chain": 2, "calls": 2, "failed_calls": 2}, "4: 2 in the chain, 2 not captured"),
+        ({"chain": 2, "calls": 3, "failed_calls": 0}, "3: 2 in the chain, 1 captured beside it"),
+        ({"chain": 1, "calls": 1, "failed_calls": 0}, "1: 1 in the chain"),
+    ],
+)
+def test_a_verified_receipt_counts_every_call_once(counts: dict[str, int], said: str) -> None:
+    fields = dict.fromkeys(Verdict.model_fields) | {"verified": True, "tokens": 9, "sampled_tokens": 3} | counts
+    assert f"  calls     {said}\n" in verdict_text(Verdict.model_construct(**fields), Path("run"))
 
 
 async def test_what_no_receipt_was_ever_asked_with_and_a_group_that_is_stored_are_refused(tmp_path: Path) -> None:

@@ -114,20 +114,41 @@ def test_an_old_python_is_refused_with_the_package_of_a_newer_one(monkeypatch: p
     assert "apt-get install python3.11" in machine.python_version().cure
 
 
-def test_memory_of_a_container_is_what_its_limit_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    group = {
-        "memory.max": f"{3 << 30}\n",
-        "memory.current": f"{2 << 30}\n",
-        "memory.stat": f"anon 1\ninactive_file {1 << 29}\n",
-    }
-    for name, text in group.items():
-        (tmp_path / name).write_text(text)
-
-    def path(name: str) -> Path:
-        return tmp_path if name == "/sys/fs/cgroup" else Path(name)
-
-    monkeypatch.setattr(machine, "Path", path)
+@pytest.mark.parametrize(
+    ("line", "folder", "names"),
+    [
+        ("0::/", "", ("memory.max", "memory.current", "inactive_file")),
+        ("0::/job/step", "job", ("memory.max", "memory.current", "inactive_file")),
+        ("0::/job/step", "job/step", ("memory.max", "memory.current", "inactive_file")),
+        ("0::/only/on/the/host", "", ("memory.max", "memory.current", "inactive_file")),
+        (
+            "4:cpu,memory:/job/step",
+            "memory/job",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ),
+    ],
+)
+def test_memory_of_a_container_is_what_its_limits_leave(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, folder: str, names: tuple[str, str, str]
+) -> None:
+    limit, used, cached = names
+    group = tmp_path / "groups" / folder
+    group.mkdir(parents=True, exist_ok=True)
+    (group / limit).write_text(f"{3 << 30}\n")
+    (group / used).write_text(f"{2 << 30}\n")
+    (group / "memory.stat").write_text(f"anon 1\n{cached} {1 << 29}\n")
+    (tmp_path / "mine").write_text(f"9:name=systemd:/x\n{line}\n")
+    here = {"/sys/fs/cgroup": tmp_path / "groups", "/proc/self/cgroup": tmp_path / "mine"}
+    monkeypatch.setattr(machine, "Path", lambda name: here.get(name) or Path(name))
     assert machine.free_memory_gib() == pytest.approx(1.5)
+    assert machine.memory_gib() == 3.0
+    assert "limit of this container" in machine.memory().found and "raise the limit" in machine.memory().cure
+
+
+def test_a_parsers_name_that_cannot_be_looked_up_is_said_to_be_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.serving.parsers.offered", lambda kind: None)
+    (said,) = doctor.remarks(load_recipe("cpu_smoke", ["model.tool_call_parser=hermess"]))
+    assert said.startswith("model.tool_call_parser: hermess, not compared with the engine's names")
 
 
 def test_a_resumed_run_keeps_the_record_of_its_first_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

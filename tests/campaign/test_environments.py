@@ -274,3 +274,12 @@ async def test_say_briefly_asks_as_often_as_its_option_says_and_pays_the_mean():
     result = await play(environment, Endpoint(["Salt.", "salt and waves"]))
     assert environment.min_calls == 2 and [m["role"] for m in result.transcript] == ["user", "assistant"] * 2
     assert environment.reward(environment.task(1), result).total == 0.75
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_what_an_environment_names_as_the_components_of_its_rewards_is_what_they_have(name):
+    environment = ENVIRONMENTS[name]({})
+    answered = AgentResult({"id": "x"}, [{"role": "assistant", "content": "Guess: 3"}])
+    for result in (answered, AgentResult(None, [])):
+        reward = environment.reward(environment.task(3), result)
+        assert sorted(reward.components) == sorted(environment.components)

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from workbench.campaign.environments import make_environment, task_seed
-from workbench.campaign.environments.fit import task_of
+from workbench.campaign.environments.base import Reward
+from workbench.campaign.environments.components import components_needed
+from workbench.campaign.environments.fit import parts_fault, task_of
 from workbench.config import load_recipe
 from workbench.errors import RecipeError
 
@@ -118,3 +120,30 @@ def test_a_first_task_that_never_comes_is_refused_after_the_time_of_a_rollout(fi
     change(file, "return Task(f", "import time; time.sleep(30); return Task(f")
     with pytest.raises(RecipeError, match=rf"Mine': task\({SEED}\) did not come within rollouts.timeout_s=0.5; see"):
         made(file, "rollouts.timeout_s=0.5")
+
+
+GDPO = "train.advantage={name: gdpo, options: {}}"
+
+
+def test_components_that_an_environment_names_are_held_against_every_reward(file):
+    recipe = load_recipe("cpu_smoke", [f"environment.name={file}:Mine", GDPO])
+    assert components_needed(recipe, make_environment(recipe)) == frozenset()  # it names none
+    change(file, "name, min_calls = ", "components = ('form', 'near')\n    name, min_calls = ")
+    other = file.rename(file.with_name("other_env.py"))
+    recipe = load_recipe("cpu_smoke", [f"environment.name={other}:Mine", "environment.misbehave.retry=1.0", GDPO])
+    environment = make_environment(recipe)
+    needed = components_needed(recipe, environment)
+    assert needed == {"form", "near"}
+    assert parts_fault(environment, Reward(1.0, {"form": 1.0, "near": 0.0}), needed) is None
+    fault = parts_fault(environment, Reward(1.0, {"form": 1.0}), needed)
+    assert fault == (
+        "reward() (other_env.py:17) returned a Reward without the component near, which the recipe's estimator "
+        "needs of every one; it has form"
+    )
+
+
+def test_an_estimator_of_components_is_refused_for_an_environment_that_has_none(file):
+    change(file, "name, min_calls = ", "components = ()\n    name, min_calls = ")
+    recipe = load_recipe("cpu_smoke", [f"environment.name={file}:Mine", GDPO])
+    with pytest.raises(RecipeError, match=r"train.advantage.name: gdpo needs the parts .* those of mine have none"):
+        components_needed(recipe, make_environment(recipe))

@@ -150,7 +150,7 @@ def test_a_rollout_becomes_a_verified_row_by_its_receipt(served: Served) -> None
     done = served.receipt("good.1", "--reward", "0.5")
     assert (done.returncode, done.stderr) == (0, "")
     assert "Rollout good.1: verified" in done.stdout
-    assert "3 of 3 calls" in done.stdout
+    assert "calls     3: 3 in the chain\n" in done.stdout
     run = runs.open(served.run_dir)
     assert run.campaign["state"].to_list() == ["running"]
     assert run.rollouts.filter(rollout_id="good.1").select("reward", "sample_mask").row(0) == (0.5, 1)
@@ -173,7 +173,8 @@ def test_the_terminal_may_be_named_by_response_or_call(served: Served) -> None:
         ask_receipt(served.run_dir, ["named.1"], terminals=["slip"])
     done = served.receipt("named.1", "named.2", "--terminal", second, "--terminal", call, "--group", "pair")
     assert done.returncode == 0, done.stderr
-    assert "2 of 3 calls" in done.stdout and "1 of 3 calls" in done.stdout
+    assert "3: 2 in the chain, 1 captured beside it\n" in done.stdout
+    assert "3: 1 in the chain, 2 captured beside it\n" in done.stdout
     assert done.stdout.count("declared") == 2
     assert done.stdout.count("stored as group pair") == 2
     group = runs.open(served.run_dir).groups.filter(group_id="pair")
@@ -191,7 +192,7 @@ def test_a_rejected_rollout_says_why_and_where(served: Served) -> None:
     done = served.receipt("bad.1", "--reward", "1")
     assert done.returncode == 1
     assert f"rejected, worker_capture_failed at call {line.split()[1]}" in done.stdout
-    assert "nonfinite_logprob" in done.stdout and "calls     1, 1 of them failed" in done.stdout
+    assert "nonfinite_logprob" in done.stdout and "calls     1: 1 not captured" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -246,7 +247,9 @@ def test_an_interrupt_ends_everything_and_the_run_says_so(served: Served) -> Non
         ask_receipt(served.run_dir, ["open.1"])
     report = verify_run(served.run_dir)
     assert report.ok, str(report)
-    assert report.rows_valid == 3
+    assert report.rows_valid == 3 and report.not_compared == ["1 call of 1 rollout without a receipt"]
+    calls = runs.open(served.run_dir).calls.height
+    assert report.calls == calls - 1 and f"{report.calls} calls (1 not captured)" in repr(report)
     assert os.listdir(served.run_dir / "receipts") != []
 
 

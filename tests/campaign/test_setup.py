@@ -149,6 +149,20 @@ def test_set_up_says_what_the_machine_lacks_and_installs_nothing(checkout, broke
     assert not (checkout / ".venv").exists()
 
 
+def test_set_up_warns_of_memory_that_suffices_for_the_small_recipe_and_goes_on(checkout):
+    script = (
+        "import sys; sys.path[:0] = ['.', 'tools']; sys.argv = ['set_up.py']\n"
+        "from workbench.campaign import machine\nimport set_up\n"
+        "machine.memory_gib = lambda: 7.6\nmachine.compiler = machine.venv_module\nmachine.INSTALL_GIB = 0\n"
+        "set_up.install = lambda extras: sys.exit('installing')\nset_up.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=checkout, capture_output=True, text=True, check=False, timeout=30
+    )
+    assert done.stderr == "installing\n"
+    assert done.stdout.startswith("set-up: memory: 7.6 GiB") and "recipe cpu_smoke" in done.stdout
+
+
 def test_an_installation_says_now_and_then_what_it_is_at(checkout):
     # The child goes on only after something was said, so nothing here depends on how fast the machine is.
     script = (

@@ -9,7 +9,7 @@ import pytest
 from train.samples import row
 
 from workbench.errors import RecipeError, TrainerError
-from workbench.train.votes import cast_votes
+from workbench.train.votes import NO_COMPONENTS, cast_votes
 
 GRPO = {"name": "grpo", "options": {"baseline": "mean"}}
 
@@ -100,20 +100,43 @@ def test_gdpo_has_nothing_to_say_of_placeholders_alone(weights):
 @pytest.mark.parametrize(
     ("rows", "options", "says"),
     [
-        ([parts(0, form=1.0), parts(1, near=1.0)], {}, "run.0.1.0 has no reward component form; it has: near"),
-        (
-            [parts(0, form=1.0), parts(1, form=0.0, near=9.0)],
-            {},
-            "run.0.0.0 has no reward component near, which row run.0.1.0",
-        ),
         ([parts(0), parts(1)], {}, "needs the parts of each reward"),
         ([parts(0, form=1.0), parts(1, form=0.0)], {"weights": {"from": 1.0}}, "no reward component from"),
     ],
 )
-def test_missing_components_are_named(rows, options, says):
+def test_components_that_no_row_of_the_first_step_has_are_the_recipes_fault(rows, options, says):
     # Of the recipe, not of the trainer: going on with the run would end alike.
     with pytest.raises(RecipeError, match=f"^train.advantage.*{says}"):
         cast_votes(rows, version=0, advantage={"name": "gdpo", "options": options})
+
+
+LIKE = [parts(0, form=1.0, near=1.0), parts(1, form=0.0, near=0.0), parts(2, form=0.0, near=1.0)]
+
+
+@pytest.mark.parametrize("odd", [parts(3, form=9.0), parts(3, form=9.0, near=9.0, far=9.0), parts(3, reward=9.0)])
+@pytest.mark.parametrize("place", [0, 3])
+def test_a_row_with_other_components_has_no_vote_wherever_it_stands_and_the_others_learn_without_it(odd, place):
+    gdpo = {"name": "gdpo"}
+    rows = [*LIKE[:place], odd, *LIKE[place:]]
+    ballot = cast_votes(rows, version=0, advantage=gdpo)
+    assert ballot.left_out == [NO_COMPONENTS if row is odd else None for row in rows]
+    assert ballot.advantages[place] == 0.0 and not ballot.masks[place].any() and not ballot.valid[place]
+    alone = cast_votes(LIKE, version=0, advantage=gdpo)
+    np.testing.assert_array_equal(np.delete(ballot.advantages, place), alone.advantages)
+    had = ", ".join(sorted(odd.reward_components)) or "none"
+    assert ballot.metrics(rows)["other_components"] == {odd.rollout_id: had}
+    assert "other_components" not in alone.metrics(LIKE)
+
+
+def test_named_weights_ask_for_their_components_alone():
+    rows = [parts(0, form=1.0), parts(1, form=0.0, near=1.0), parts(2, near=1.0)]
+    ballot = cast_votes(rows, version=0, advantage={"name": "gdpo", "options": {"weights": {"form": 1.0}}})
+    assert ballot.left_out == [None, None, NO_COMPONENTS]
+
+
+def test_a_later_step_without_any_components_is_a_step_without_votes_and_not_the_end():
+    ballot = cast_votes([parts(0), parts(1)], version=3, advantage={"name": "gdpo"})
+    assert ballot.left_out == [NO_COMPONENTS] * 2 and not ballot.valid.any()
 
 
 def test_logits_are_divided_as_each_call_was_sampled():

@@ -67,15 +67,12 @@ def ask_receipt(
 
 def verdict_text(verdict: Verdict, run_dir: Path) -> str:
     """The verdict in a few lines."""
-    # As inspect counts: a call that was not captured is one too.
-    calls = f"{verdict.calls + verdict.failed_calls}"
-    failed = f", {verdict.failed_calls} of them failed" if verdict.failed_calls else ""
     reward = "none" if verdict.reward is None else f"{verdict.reward:g}"
     if verdict.verified:
         lines = [
             f"Rollout {verdict.rollout_id}: verified",
             f"  terminal  call {verdict.terminal}, {_selection(verdict)}",
-            f"  chain     {verdict.chain} of {calls} calls{failed}",
+            f"  calls     {_calls(verdict)}",
             f"  tokens    {verdict.tokens:,}, {verdict.sampled_tokens:,} sampled; digest {_short(verdict.digest)}",
         ]
     else:
@@ -85,13 +82,23 @@ def verdict_text(verdict: Verdict, run_dir: Path) -> str:
             f"Rollout {verdict.rollout_id}: rejected, {verdict.cause}{place}",
             *([f"  detail    {_detail(verdict.detail)}"] if verdict.detail else []),
             f"  terminal  {'call ' + verdict.terminal if verdict.terminal else 'none'}, {_selection(verdict)}",
-            f"  calls     {calls}{failed}",
+            f"  calls     {_calls(verdict)}",
         ]
     lines += [
         f"  reward    {reward}; stored as group {verdict.group_id}",
         f"  look      workbench inspect {run_dir} {verdict.rollout_id}",
     ]
     return "\n".join(lines)
+
+
+def _calls(verdict: Verdict) -> str:
+    """As inspect counts: a call that was not captured is one too. Every call is counted once after the colon."""
+    parts = [(verdict.calls, "captured")]
+    if verdict.verified:
+        parts = [(verdict.chain, "in the chain"), (verdict.calls - verdict.chain, "captured beside it")]
+    parts.append((verdict.failed_calls, "not captured"))
+    said = ", ".join(f"{number:,} {what}" for number, what in parts if number)
+    return f"{verdict.calls + verdict.failed_calls:,}: {said or 'none'}"
 
 
 def _detail(detail: str) -> str:

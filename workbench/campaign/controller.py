@@ -21,6 +21,7 @@ from typing import Any
 from workbench.actors import root_cause
 from workbench.campaign.echo_rollouts import EchoPlayer
 from workbench.campaign.environments import Environment, make_environment
+from workbench.campaign.environments.components import components_needed
 from workbench.campaign.fleet import Fleet
 from workbench.campaign.left_off import NOTHING_YET, LeftOff, read_left_off, remove_unfinished
 from workbench.campaign.resume import catch_up
@@ -109,7 +110,7 @@ class Campaign:
         player = self._player()
         failure: BaseException | None = None
         try:
-            training = TrainPump(state, left.steps_done)
+            training = TrainPump(state, left)
             if left.segments:
                 await catch_up(state, training, left)
             await self._run_pumps(RolloutPump(state, player, left), training)
@@ -148,6 +149,7 @@ class Campaign:
             "timeout_s": recipe.rollouts.timeout_s,
             "request_timeout_s": recipe.gateway.request_timeout_s,
             "seed": recipe.seed,
+            "components": components_needed(recipe, self.environment),
         }
         if isinstance(finalizers, EchoFinalizer):
             return EchoPlayer(

@@ -33,14 +33,17 @@ IMPORT_TIMEOUT_S = 120.0
 TRIAL_TIMEOUT_S = 300.0
 # A Unix socket's path may have 107 bytes, and vLLM puts names of 36 letters and a suffix into the temporary directory.
 LONGEST_TMPDIR = 64
+SMALL_MODEL_BYTES = 100e6
+UNCHECKED = ", not compared with the engine's names: no vLLM that lists them is installed here"
 
 
 def examine(recipe: Recipe | None = None, *, quick: bool = False) -> Iterator[Finding]:
     """Findings one after the other, the quick ones first. Without a recipe, what is the same for all of them; with
     `quick`, Ray is not started."""
     yield machine.python_version()
-    yield machine.memory()
-    yield machine.free_memory()
+    takes_gib = memory_taken_gib(recipe) if recipe is not None else None
+    yield machine.memory(takes_gib)
+    yield machine.free_memory(takes_gib)
     yield machine.disk(Path.cwd(), machine.RUN_GIB)
     yield machine.compiler()
     yield temporary_directory()
@@ -85,9 +88,11 @@ def refuse_unable(recipe: Recipe, *, training: bool = True) -> None:
 def remarks(recipe: Recipe) -> Iterator[str]:
     """What is right and may still surprise, a line each. Raises RecipeError where the model, if it is on this machine,
     cannot be what the recipe makes of it; recipes are also checked on machines that will not run them."""
-    for finding in (window(recipe), heads(recipe), routes(recipe)):
+    for finding in (*parsers(recipe), window(recipe), heads(recipe), routes(recipe)):
         if not finding.good:
             raise RecipeError(f"{finding.what}: {finding.found}; {finding.cure}")
+        if finding.found.endswith(UNCHECKED):
+            yield f"{finding.what}: {finding.found}"
     if not recipe.token_capture.enabled:
         yield "token capture is off (token_capture.enabled: false): this run samples by the echo arm"
     missing = model(recipe)
@@ -102,6 +107,20 @@ def capture(recipe: Recipe, *, training: bool = True) -> Finding:
     if training and recipe.engine.kind == "scripted":
         return Finding("engine.kind", "scripted", "it has no weights to train and prove; set engine.kind=vllm")
     return Finding("token capture", "on" if recipe.token_capture.enabled else "off: the token-echo arm")
+
+
+def memory_taken_gib(recipe: Recipe) -> float | None:
+    """What a campaign takes of this machine's memory at its peak, at least; None where that was not measured: on GPUs,
+    and where other machines carry a part of it."""
+    if recipe.ray.device == "gpu" or recipe.ray.address != "local":
+        return None
+    try:
+        folder = models.resolve(recipe.model.path)
+    except ModelMissing:
+        small = recipe.model.path.startswith("tiny")
+    else:
+        small = sum(file.stat().st_size for file in folder.glob("*.safetensors")) < SMALL_MODEL_BYTES
+    return machine.SMALL_PEAK_GIB if small else machine.PEAK_GIB
 
 
 def processors() -> Finding:
@@ -227,7 +246,9 @@ def parsers(recipe: Recipe) -> Iterator[Finding]:
         if name is None:
             continue
         names = offered(kind)
-        if names is not None and name not in names:
+        if names is None:
+            yield Finding(f"model.{kind}", f"{name}{UNCHECKED}")
+        elif name not in names:
             near = nearest(name, names)
             hint = f"did you mean {near}? " if near else ""
             yield Finding(f"model.{kind}", f"no {name!r}", f"{hint}the engine has {', '.join(names)}")

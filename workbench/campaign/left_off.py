@@ -63,6 +63,8 @@ class LeftOff:
     """How often the run was begun or gone on with before; 0 for a new run alone."""
     replaced: int = 0
     evicted: int = 0
+    step_lines: list[dict[str, Any]] = field(default_factory=list)
+    """Of steps.jsonl, in order."""
     rejections: Counter[str] = field(default_factory=Counter)
     unfinished_parts: list[Path] = field(default_factory=list)
     """Parts of groups that are not finished, and drafts of files that were being written."""
@@ -78,8 +80,8 @@ def read_left_off(run_dir: Path) -> LeftOff:
     kinds = Counter(event.get("kind") for event in events)
     trained = _steps_taken(run_dir)
     group_lines = {row["group_id"]: row for row in read_lines(run_dir / "groups.jsonl")}
-    step_lines = [row["step"] for row in read_lines(run_dir / "steps.jsonl")]
-    for step in step_lines:
+    step_lines = read_lines(run_dir / "steps.jsonl")
+    for step in (recorded := [line["step"] for line in step_lines]):
         if step not in trained:
             raise _damaged(run_dir, f"steps.jsonl has step {step}, but train/step-{step}.parquet is missing")
     for group_id in group_lines:
@@ -100,13 +102,14 @@ def read_left_off(run_dir: Path) -> LeftOff:
     rejected = [e for e in events if e.get("kind") == "rollout_rejected" and e["group_id"] not in told_again]
     return LeftOff(
         steps_done=len(trained),
-        unrecorded={step: groups for step, groups in sorted(trained.items()) if step not in step_lines},
+        unrecorded={step: groups for step, groups in sorted(trained.items()) if step not in recorded},
         open_groups=sorted(open_groups, key=lambda group: group.number),
         next_group=max(attempts, default=-1) + 1,
         # A run that was stopped before it had `started` has `resumed` all the same.
         segments=max(kinds["started"], kinds["resumed"] + 1),
         replaced=kinds["group_replaced"],
         evicted=kinds["group_evicted"],
+        step_lines=step_lines,
         rejections=Counter(str(event["cause"]) for event in rejected),
         unfinished_parts=[*_half_groups(run_dir), *_drafts(run_dir)],
     )

@@ -11,16 +11,22 @@ import os
 import shutil
 import sys
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 GIB = 2**30
+NO_LIMIT = 2**60
 MEMORY_GIB = 8.0
 """A campaign with a model of two layers, beside what else a machine runs."""
-FREE_MEMORY_GIB = 4.0
+COMFORT_GIB = 12.0
+"""The default campaign, beside what else a machine runs."""
+SMALL_PEAK_GIB = 4.0
 """Of a campaign with a model of two layers."""
 PEAK_GIB = 9.4
 """Of `cpu_smollm2`, proportional set size: trainer 4.3, engine and its worker 2.8, Ray, TransferQueue and notebook."""
+AS_SOLD = 0.93
+"""A machine sold as 8 GB reports a little less."""
 INSTALL_GIB = 7.0
 """4.5 installed, 1.4 in downloads, the model 0.3; the rest is room for runs."""
 RUN_GIB = 2.0
@@ -29,7 +35,8 @@ RUN_GIB = 2.0
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at. `cure` is empty where nothing is wrong; `optional` is what no campaign needs."""
+    """One thing looked at. `cure` is empty where nothing is wrong; `optional` is no reason to refuse: what only tests
+    need, or what suffices for some campaigns."""
 
     what: str
     found: str
@@ -59,34 +66,32 @@ def venv_module() -> Finding:
 def memory_gib() -> float:
     """Physical memory, or the container's limit where that is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(limit).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            total = min(total, int(text) / GIB)
-    return total
+    return min([total, *(limit for limit, _ in _limits())])
 
 
-def memory() -> Finding:
+def memory(takes_gib: float | None = None) -> Finding:
+    """Against what a campaign takes at its peak; None: which one it will be is not known, and the default is likely."""
     total = memory_gib()
-    # A machine sold as 8 GB reports a little less.
-    if total < MEMORY_GIB * 0.93:
-        return Finding(
-            "memory",
-            f"{total:.1f} GiB",
-            f"needs {MEMORY_GIB:.0f} GB: engine and trainer hold a model each; use a larger machine or raise the limit",
-        )
-    return Finding("memory", f"{total:.1f} GiB")
+    limited = ", the limit of this container (cgroup)" if any(limit <= total for limit, _ in _limits()) else ""
+    found = f"{total:.1f} GiB{limited}"
+    raised = "raise the limit" if limited else "use a larger machine"
+    if total < MEMORY_GIB * AS_SOLD:
+        needs = f"needs {MEMORY_GIB:.0f} GB: engine and trainer hold a model each"
+        return Finding("memory", found, f"{needs}; {raised}")
+    reason = f"the default campaign takes {PEAK_GIB:g} GiB at its peak; {raised}, or run the smaller recipe cpu_smoke"
+    if takes_gib is not None and total + _swap_gib("SwapTotal") < takes_gib:
+        return Finding("memory", found, f"needs {COMFORT_GIB:.0f} GB: {reason}")
+    if (takes_gib is None or takes_gib >= PEAK_GIB) and total < COMFORT_GIB * AS_SOLD:
+        return Finding("memory", found, f"{COMFORT_GIB:.0f} GB are better: {reason}", optional=True)
+    return Finding("memory", found)
 
 
-def free_memory() -> Finding:
+def free_memory(takes_gib: float | None = None) -> Finding:
     """What others have left of it."""
     free = free_memory_gib()
     found = f"{free:.1f} GiB"
-    if free < FREE_MEMORY_GIB:
-        takes = f"a small campaign takes {FREE_MEMORY_GIB:.0f} GiB, the default one {PEAK_GIB:g}"
+    if free + _swap_gib("SwapFree") < (takes_gib or SMALL_PEAK_GIB):
+        takes = f"a small campaign takes {SMALL_PEAK_GIB:.0f} GiB, the default one {PEAK_GIB:g}"
         cure = f"{takes}; stop what holds it: ps aux --sort=-rss"
         return Finding("free memory", found, cure)
     return Finding("free memory", found)
@@ -94,18 +99,53 @@ def free_memory() -> Finding:
 
 def free_memory_gib() -> float:
     """Memory that can still be had: the machine's, or the container's where that is less."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(fields["MemAvailable"].split()[0]) * 1024 / GIB
-    group = Path("/sys/fs/cgroup")
+    return min([_meminfo_gib("MemAvailable"), *(limit - used for limit, used in _limits())])
+
+
+def _limits() -> Iterator[tuple[float, float]]:
+    """Every limit of memory that this process is under, its own group's and those of the groups around it, with what
+    is used of it. Cached files count as used there and are given up when memory is asked for, so they are left out."""
+    for group, limit, used in _groups():
+        try:
+            most, now = (group / limit).read_text().strip(), (group / used).read_text().strip()
+            fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        cached = fields.get("total_inactive_file", fields.get("inactive_file", "0"))
+        # No limit is "max", in the older hierarchy a number beyond any machine's.
+        if most.isdigit() and int(most) < NO_LIMIT:
+            yield int(most) / GIB, max(0, int(now) - int(cached)) / GIB
+
+
+def _groups() -> Iterator[tuple[Path, str, str]]:
+    """Directories of this process's memory group and those around it, with the names of two files there. In a container
+    the path may be one of the machine's, which is not there: its own group is then the root."""
+    root = Path("/sys/fs/cgroup")
     try:
-        limit, used = (group / "memory.max").read_text().strip(), (group / "memory.current").read_text().strip()
-        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return free
-    if limit.isdigit():
-        # Cached files count as used there and are given up when memory is asked for.
-        free = min(free, (int(limit) - int(used) + int(cached.get("inactive_file", 0))) / GIB)
-    return free
+        lines = ["0::/"]
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers == "":
+            top, names = root, ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            top, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        group = top / path.lstrip("/")
+        for each in (group, *group.parents):
+            if each.is_relative_to(top):
+                yield (each, *names)
+
+
+def _swap_gib(field: str) -> float:
+    """Swap of the machine; a container's limit is taken as the whole of what it gets."""
+    return 0.0 if any(True for _ in _limits()) else _meminfo_gib(field)
+
+
+def _meminfo_gib(field: str) -> float:
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(fields[field].split()[0]) * 1024 / GIB
 
 
 def disk(where: Path, needed_gib: float) -> Finding:

@@ -59,7 +59,8 @@ class RolloutPlan:
 class AgentRunner(ABC):
     """Runs agents against one gateway and scores what they leave behind; how a rollout is closed is its subclass's.
 
-    `timeout_s` bounds a task, one agent from its first request to its last, and then its reward.
+    `timeout_s` bounds a task, one agent from its first request to its last, and then its reward; `components` are parts
+    that every reward must have.
     """
 
     def __init__(
@@ -71,7 +72,9 @@ class AgentRunner(ABC):
         timeout_s: float,
         request_timeout_s: float,
         seed: int,
+        components: frozenset[str] = frozenset(),
     ) -> None:
+        self._components = components
         self._gateway_url = gateway_url.rstrip("/")
         self._environment = environment
         self._model = model
@@ -115,7 +118,8 @@ class AgentRunner(ABC):
 
     def _score(self, task: Task, result: AgentResult) -> Reward | str:
         try:
-            return fit.reward_of(self._environment, self._environment.reward(task, result))
+            reward = fit.reward_of(self._environment, self._environment.reward(task, result))
+            return fit.parts_fault(self._environment, reward, self._components) or reward
         except BaseException as error:  # `exit()` too: this thread is the reward's alone
             return f"its reward raised {own_code.raised(error)}"
 

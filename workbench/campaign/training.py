@@ -13,6 +13,8 @@ import time
 from typing import Any
 
 from workbench.actors import within
+from workbench.campaign.left_off import NOTHING_YET, LeftOff
+from workbench.campaign.pace import Pace
 from workbench.campaign.state import CampaignState
 from workbench.finalizer.metrics import pool_metrics
 from workbench.runs import gathered
@@ -20,12 +22,12 @@ from workbench.train.buffer import Entry
 
 
 class TrainPump:
-    """One optimiser step after the other, after the `steps_done` of a stopped run."""
+    """One optimiser step after the other, after those of a stopped run that was `left` off."""
 
-    def __init__(self, state: CampaignState, steps_done: int = 0) -> None:
+    def __init__(self, state: CampaignState, left: LeftOff = NOTHING_YET) -> None:
         self._state = state
-        self._steps_done = steps_done
-        self._began = time.monotonic()
+        self._steps_done = left.steps_done
+        self._pace = Pace(left.step_lines)
         self._poisoned = 0
 
     async def run(self) -> None:
@@ -53,6 +55,7 @@ class TrainPump:
         with state.watch.doing(f"step {step}", "weight sync", bounded=True):
             synced = await state.weights.advance(step)
         measured = trained | synced | {"groups_evicted": evicted}
+        self._pace.took(time.monotonic() - waited_from)
         self._record(step, taken, measured, waited_s=waited_s, trained_s=trained_s)
         await asyncio.to_thread(gathered.gather, state.fleet.run_dir, growth=gathered.AGAIN)
         every = state.recipe.checkpoint.every
@@ -79,6 +82,8 @@ class TrainPump:
         state.writer.step(
             {"step": step, "weight_version": state.weights.version, **pooled, **measured, **times, **staleness}
         )
+        for rollout_id, had in measured.get("other_components", {}).items():
+            state.writer.event("other_components", step=step, rollout_id=rollout_id, components=had)
         if measured.get("agreement_suspect"):
             state.writer.event(
                 "agreement", step=step, suspect=measured["agreement_suspect"], evidence=measured.get("agreement")
@@ -93,10 +98,5 @@ class TrainPump:
             rejected=sum(state.rejections.values()),
             poisoned=self._poisoned,
             groups=step * state.recipe.train.groups_per_step,
-            eta_s=self._eta_s(step),
+            eta_s=round(self._pace.for_steps(state.recipe.train.steps - step), 1),
         )
-
-    def _eta_s(self, step: int) -> float:
-        """Seconds until the last step at the pace of the steps taken since this process began."""
-        left = self._state.recipe.train.steps - step
-        return round((time.monotonic() - self._began) / (step - self._steps_done) * left, 1)

@@ -43,6 +43,8 @@ class VerifyReport:
     rollouts: int = 0
     rows_valid: int = 0
     calls: int = 0
+    """Of finalised rollouts, as their summary counts them."""
+    calls_not_captured: int = 0
     tokens: int = 0
     receipts: int = 0
     ledger_rows: int = 0
@@ -72,10 +74,11 @@ class VerifyReport:
         holds = "every digest and row holds" if self.receipts else "every row joins again; no receipts, so no digests"
         remarks = [count(len(self.remarks), "remark")] if self.remarks else []
         verdict = holds if self.ok else f"{len(self.differences):,} DIFFERENCE{many}"
+        uncaptured = f" ({self.calls_not_captured:,} not captured)" if self.calls_not_captured else ""
         found = "Verified" if self.ok else "NOT as recorded:"
         return (
             f"{found} {self.run} · {count(self.groups, 'group')} · {count(self.rollouts, 'rollout')} "
-            f"({self.rows_valid:,} valid) · {count(self.calls, 'call')} · {count(self.tokens, 'token')} · "
+            f"({self.rows_valid:,} valid) · {count(self.calls, 'call')}{uncaptured} · {count(self.tokens, 'token')} · "
             f"{' · '.join([verdict, *self.not_compared, *remarks])}"
         )
 

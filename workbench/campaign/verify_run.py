@@ -33,8 +33,11 @@ from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome
 from workbench.finalizer.parts import call_records, row_records
 from workbench.finalizer.routes import RouteDims, RoutePlan, RouteSettings
 from workbench.finalizer.verdicts import Staged
+from workbench.inspect.html import count
 from workbench.runs.frames import read_lines, read_parts
+from workbench.runs.reader import Run
 from workbench.runs.schema import columns
+from workbench.runs.shelf import finished_rollouts
 from workbench.runs.staged import staged_call
 from workbench.wire import Cause, StagedCall, chain_hash, extras_digest, hash_token_ids
 
@@ -55,6 +58,7 @@ def verify_run(run_dir: Path | str) -> VerifyReport:
     verified = (stored | (groups or set())) - unfinished
     for name in sorted(verified):
         _Group(run.path, name, report).verify()
+    _tell_calls_without_receipt(run, report)
     if unfinished:
         report.not_compared.append(f"unfinished, so it counts as never sampled: {', '.join(sorted(unfinished))}")
     trained = _verify_training(run.path, verified, report)
@@ -67,6 +71,17 @@ def verify_run(run_dir: Path | str) -> VerifyReport:
         verify_lines(run.path / "steps.jsonl", "step", steps, taken, report)
         verify_lines(run.path / "groups.jsonl", "group", groups, trained, report)
     return report
+
+
+def _tell_calls_without_receipt(run: Run, report: VerifyReport) -> None:
+    """Calls that are in the ledgers alone, as the run's summary counts them: their tokens were never stored."""
+    calls = run.calls
+    if run.damage:
+        return  # which calls belong to what is not known then, and what is at fault is a difference of its own
+    rest = calls.join(finished_rollouts(run), on="rollout_id", how="anti")
+    if rest.height:
+        rollouts = count(rest["rollout_id"].n_unique(), "rollout")
+        report.not_compared.append(f"{count(rest.height, 'call')} of {rollouts} without a receipt")
 
 
 def _unfinished(run_dir: Path, unrecorded: set[str]) -> set[str]:
@@ -154,9 +169,12 @@ class _Group:
         file = f"calls/{self.name}.parquet"
         cumulative: dict[str, np.ndarray] = {}
         by_key = {row["staging_key"]: row for row in rows if row["staging_key"] is not None}
+        self.report.calls += len(rows)
+        self.report.calls_not_captured += sum(
+            row["staging_key"] is None and row["disposition"] != ECHOED for row in rows
+        )
         for key in _parents_first(by_key):
             row, call = by_key[key], staged[key]
-            self.report.calls += 1
             if not isinstance(call, StagedCall):
                 continue
             self.report.tokens += int(call.token_ids_delta.size)
@@ -196,7 +214,6 @@ class _Group:
             self._differs(f"receipts/{self.name}.jsonl", None, None, " ".join(str(error).split())[:300])
             return
         echoed = [row for row in parts["calls"] if row["disposition"] == ECHOED]
-        self.report.calls += len(echoed)
         # Without capture there are no receipts and no digests: what can be recomputed is how the turns were joined.
         if any(outcome.receipt is not None for outcome in outcomes) or not echoed:
             assembly = assemble(request, staged, bos, *_routes_of(rows))

@@ -260,7 +260,8 @@ TRAIN = (
         "left_out",
         "str",
         "",
-        "why the row, or tokens of it, stayed out: placeholder, off_policy, mult_prob_error; null: all is in",
+        "why the row, or tokens of it, stayed out: placeholder, off_policy, mult_prob_error, reward_components; "
+        "null: all is in",
     ),
     C("loss_mask", "list[u8]", "", "mask_T: 1 = the token entered the loss"),
     C(

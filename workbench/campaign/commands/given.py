@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 import click
 
-from workbench.errors import RecipeError, TrainerError
-
 if TYPE_CHECKING:
     from workbench.config import Recipe
 
@@ -20,18 +18,14 @@ RUN_HELP = "RUN is the path of a run, or the name of one in reports/."
 def checked_recipe(name: str, overrides: tuple[str, ...]) -> Recipe:
     """The recipe, checked as far as that goes without starting anything."""
     from workbench.campaign.environments import make_environment
+    from workbench.campaign.environments.components import components_needed
     from workbench.config import load_recipe
     from workbench.train.buffer import ReplayBuffer
-    from workbench.train.estimators import estimator
 
     recipe = load_recipe(name, overrides)
-    make_environment(recipe)
+    environment = make_environment(recipe)
     ReplayBuffer.of(recipe.train)
-    advantage = recipe.train.advantage
-    try:
-        estimator(advantage.name, **advantage.options)
-    except TrainerError as error:
-        raise RecipeError(f"train.advantage: {error}") from error
+    components_needed(recipe, environment)
     return recipe
 
 

@@ -54,7 +54,8 @@ def recipe_show(name: str, overrides: tuple[str, ...]) -> None:
 def recipe_check(name: str, overrides: tuple[str, ...]) -> None:
     """Check a recipe and its overrides.
 
-    Keys, types, bounds, combinations, the environment's options, and the window against the model where that is here.
+    Keys, types, bounds, combinations, the environment's options; the window against the model and the parsers' names
+    against vLLM, where these are here.
     Exit 2 when something is wrong. Whether this machine can run it: workbench doctor.
     """
     from workbench.campaign.doctor import remarks
@@ -73,7 +74,8 @@ def recipe_check(name: str, overrides: tuple[str, ...]) -> None:
 def doctor(recipe: str, overrides: tuple[str, ...], quick: bool) -> None:
     """Can this machine run a recipe, and what is missing?
 
-    Exit 2 when something is. What only tests need is marked, and no reason for that.
+    Exit 2 when something is. What is marked -- is no reason for that: what only tests need, or memory that a smaller
+    recipe would not want.
     """
     from workbench.campaign.doctor import examine
     from workbench.config import load_recipe

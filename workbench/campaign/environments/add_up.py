@@ -32,6 +32,7 @@ class AddUp:
 
     name = "add_up"
     min_calls = 1
+    components = tuple(WEIGHTS)
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         self.high: int = take_options(self.name, options or {}, high=9)["high"]

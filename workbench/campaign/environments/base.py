@@ -62,6 +62,7 @@ class Environment(Protocol):
     """A task family. `min_calls` is how many calls every undisturbed rollout makes at least.
 
     One that cannot run on every machine has a method `lacking()`: one sentence on what is missing here, or nothing.
+    One that names the `components` of its rewards, a tuple of texts, has a recipe held against them before it runs.
     """
 
     name: str

@@ -103,6 +103,16 @@ def reward_of(environment: Environment, reward: Any) -> Reward | str:
     return Reward(total, parts)
 
 
+def parts_fault(environment: Environment, reward: Reward | str, needed: frozenset[str]) -> str | None:
+    """What is wrong with a reward that lacks one of the components that are trained on; None where nothing is."""
+    if isinstance(reward, str) or needed <= reward.components.keys():
+        return None
+    lacking = ", ".join(sorted(needed - reward.components.keys()))
+    has = ", ".join(sorted(reward.components)) or "none"
+    came = f"{_where(environment, 'reward')} returned a Reward without the component {lacking}"
+    return f"{came}, which the recipe's estimator needs of every one; it has {has}"
+
+
 def _number(value: Any) -> float:
     """As `float`, and NaN for what is no number."""
     if isinstance(value, str | bytes) or getattr(value, "shape", ()) != ():

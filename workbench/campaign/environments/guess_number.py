@@ -41,6 +41,7 @@ class GuessNumber:
 
     name = "guess_number"
     min_calls = 2
+    components = tuple(WEIGHTS)
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         taken = take_options(self.name, options or {}, turns=3, low=1, high=20)

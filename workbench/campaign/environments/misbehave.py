@@ -31,6 +31,7 @@ class Misbehaving:
         self.name = inner.name
         self.min_calls = inner.min_calls
         self.inner = inner
+        self.components = getattr(inner, "components", None)
         self._shares = shares
         self._window_tokens = window_tokens
 

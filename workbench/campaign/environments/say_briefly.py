@@ -32,6 +32,7 @@ class SayBriefly:
     asked."""
 
     name = "say_briefly"
+    components = ("brief",)
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         taken = take_options(self.name, options or {}, words=9, turns=1)

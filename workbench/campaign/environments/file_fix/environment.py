@@ -41,6 +41,7 @@ class FileFix:
 
     name = "file_fix"
     min_calls = 2
+    components = ("tests_pass", "passing")
 
     def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         taken = take_options(
