@@ -28,6 +28,8 @@ def test_what_witnesses_said_has_its_words_behind_each_code():
     named = "witness_disagreement[response_id=a1;content=b2]"
     assert f"{named} (response id, content or declaration name calls" in in_words(f"no_content_match,{named}")
     assert in_words("corroborated_by=content").startswith("corroborated_by=content (these witnesses")
+    both = in_words("no_response_object,ambiguous_terminal", "ambiguous_terminal")
+    assert both == "no_response_object (the agent left no response as it was served, so nothing could be compared)"
     for code in REASONS:
         assert in_words(code).startswith(f"{code} (")
 

@@ -301,6 +301,7 @@ def test_the_bars_of_a_mean_are_not_parted_in_a_narrow_tables_head(run):
     html = LogprobDelta(run).html()
     assert re.search(r"<th [^>]*white-space:nowrap[^>]*>mean \|Δ\|</th>", html)
     assert len(re.findall("<th [^>]*white-space:nowrap", html)) == 1, "longer heads may break"
+    assert 'mean <span style="white-space:nowrap">|Δ|</span>' in html, "nor in the sentence over it"
 
 
 def test_the_text_before_a_worst_token_is_that_of_its_row_and_not_of_the_sampled_tokens_alone(run):

@@ -112,7 +112,9 @@ class Summary:
             place = f" at call {row['call_id'][:8]}" if row["call_id"] else ""
             place += f", token {row['position']}" if row["position"] is not None else ""
             lines.append(
-                "  ".join(["   ", row["rollout_id"], f"{row['cause']}{place}", in_words(row["detail"])]).rstrip()
+                "  ".join(
+                    ["   ", row["rollout_id"], f"{row['cause']}{place}", in_words(row["detail"], row["cause"])]
+                ).rstrip()
             )
         if len(self.rejected) > _SHOWN_REJECTIONS:
             rest = Counter(row["cause"] for row in self.rejected[_SHOWN_REJECTIONS:])

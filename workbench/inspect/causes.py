@@ -27,14 +27,17 @@ def explain_failure(reason: str, detail: str | None) -> str:
     return explain(detail if detail is not None and is_known(detail) else reason)
 
 
-def in_words(detail: str | None) -> str:
+def in_words(detail: str | None, cause: str | None = None) -> str:
     """A rollout's detail for a reader: behind each code what it means, in brackets; a sentence stays as it is.
 
     Codes are causes and what the witnesses said; several are joined by commas, and may bring something of their own
-    along: `no_content_match,witness_disagreement[response_id=…;content=…]`.
+    along: `no_content_match,witness_disagreement[response_id=…;content=…]`. A `cause` that is said beside it
+    is left out.
     """
     parts = []
     for part in (detail or "").split(","):
+        if part == cause:
+            continue
         code = _CODE.match(part)
         words = None if code is None else REASONS.get(code[0]) or (explain(code[0]) if is_known(code[0]) else None)
         if words is None:

@@ -114,8 +114,8 @@ def rejection(rollout: dict[str, Any]) -> str:
     """Why a rollout was thrown away: cause, call, token position, detail."""
     place = f" at call {short_id(rollout['call_id'], rollout['rollout_id'])}" if rollout.get("call_id") else ""
     place += f", token {rollout['position']:,}" if rollout.get("position") is not None else ""
-    detail = f": {in_words(rollout['detail'])}" if rollout.get("detail") else ""
-    return f"rejected, {rollout['cause']}{place}{detail}"
+    detail = in_words(rollout.get("detail"), rollout["cause"])
+    return f"rejected, {rollout['cause']}{place}{detail and f': {detail}'}"
 
 
 def _digest(rollout: dict[str, Any] | None, calls: pl.DataFrame | None) -> str | None:

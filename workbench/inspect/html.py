@@ -6,11 +6,13 @@ Colours are chosen to be read on light and on dark pages: text keeps the page's 
 from __future__ import annotations
 
 import html as _html
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 _FONT = "font-family:ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace"
 _CELL = "padding:3px 10px 3px 0;text-align:left;vertical-align:top;border:none"
+_WHOLE = re.compile(r"\|\w+\|")  # a browser breaks a line behind each bar
 _PROSE_CH = 24
 _RIGHT = "padding:3px 10px 3px 0;text-align:right;vertical-align:top;border:none;font-variant-numeric:tabular-nums"
 
@@ -35,7 +37,8 @@ def escape(text: object) -> str:
 def line(text: str, *, muted: bool = False, strong: bool = False) -> str:
     """One paragraph of plain text."""
     style = "margin:4px 0;font-size:13px" + (";opacity:.7" if muted else "")
-    body = f"<b>{escape(text)}</b>" if strong else escape(text)
+    body = _WHOLE.sub(r'<span style="white-space:nowrap">\g<0></span>', escape(text))
+    body = f"<b>{body}</b>" if strong else body
     return f'<div style="{style}">{body}</div>'
 
 

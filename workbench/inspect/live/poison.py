@@ -46,7 +46,7 @@ class PoisonWidget(LiveWidget):
         rollouts = [
             row
             | {"where": place_of(row["call_id"], row["position"], row["rollout_id"])}
-            | {"detail": in_words(row["detail"]) or None}
+            | {"detail": in_words(row["detail"], row["cause"]) or None}
             for row in table.rejected.head(MOST_ROLLOUTS).to_dicts()
         ]
         failures = [
