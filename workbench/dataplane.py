@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from workbench.deadline import TooLate, call_with_deadline
 from workbench.errors import ComponentDied, DeadlineExceeded, SetupError, WorkbenchError
 
 if TYPE_CHECKING:
@@ -346,23 +347,12 @@ def _controller() -> Any:
 
 
 def _call(function: Callable[[], None], timeout_s: float, what: str) -> None:
-    """Run a call that may never return in a daemon thread, so that it can't hold up the process's end either."""
-    outcome: list[BaseException | None] = []
-
-    def body() -> None:
-        try:
-            function()
-            outcome.append(None)
-        except BaseException as error:
-            outcome.append(error)
-
-    thread = threading.Thread(target=body, name="workbench-dataplane", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if not outcome:
-        raise DeadlineExceeded(f"waited {timeout_s:g} s for {what}: a busy machine, or too few logical CPUs")
-    error = outcome[0]
-    if isinstance(error, WorkbenchError) or (error is not None and not isinstance(error, Exception)):
-        raise error
-    if error is not None:
+    """Make a call that may never return."""
+    try:
+        call_with_deadline(function, timeout_s)
+    except TooLate:
+        raise DeadlineExceeded(f"waited {timeout_s:g} s for {what}: a busy machine, or too few logical CPUs") from None
+    except WorkbenchError:
+        raise
+    except Exception as error:
         raise ComponentDied(f"waiting for {what} failed: {type(error).__name__}: {error}") from error

@@ -10,21 +10,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-import queue
 import re
 import sys
 import sysconfig
-import threading
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType, ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from workbench.errors import RecipeError
 from workbench.nearest import did_you_mean
-
-T = TypeVar("T")
 
 FORMS = "package.module:Class or file.py:Class"
 _NOT_OWN = (
@@ -149,17 +145,6 @@ def place_of(function: Callable[..., Any]) -> str:
     except (AttributeError, ValueError):
         return ""
     return f" ({Path(code.co_filename).name}:{code.co_firstlineno})"
-
-
-def in_time(work: Callable[[], T], timeout_s: float) -> T:
-    """What `work()`, which must not raise, returns. Raises TimeoutError after `timeout_s`; what runs on then ends with
-    the process."""
-    came: queue.SimpleQueue[T] = queue.SimpleQueue()
-    threading.Thread(target=lambda: came.put(work()), name="workbench-own-code", daemon=True).start()
-    try:
-        return came.get(timeout=timeout_s)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {timeout_s:g} s") from None
 
 
 def place_in(frame: FrameType | None) -> str:

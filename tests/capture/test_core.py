@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from workbench.capture import CaptureCore, CaptureFailure, StagingSink
-from workbench.capture.deadline import call_with_deadline
 from workbench.errors import CaptureError
 from workbench.wire import (
     CaptureAdmission,
@@ -266,21 +265,6 @@ def test_a_sink_that_fails_gives_failed_coordinates(faults: dict[str, Any], deta
     # One failed call does not spoil the next.
     shelf.raises, shelf.answer = None, None
     assert complete(core, core.begin(root("c1")), **ROOT).disposition == "staged"
-
-
-def test_a_thread_whose_call_was_too_late_ends_with_it() -> None:
-    def running() -> int:
-        return sum(thread.name == "workbench-deadline" for thread in threading.enumerate())
-
-    before, released = running(), threading.Event()
-    for _ in range(3):
-        with pytest.raises(TimeoutError):
-            call_with_deadline(released.wait, 0.01)
-    released.set()
-    deadline = time.monotonic() + 10.0
-    while running() > before:
-        assert time.monotonic() < deadline, f"{running()} threads, {before} before"
-        time.sleep(0.01)
 
 
 def test_a_sink_that_hangs_is_given_up_at_the_deadline(complete: Any) -> None:

@@ -11,9 +11,7 @@ Not here: which calls are captured (gateway, policy worker), tokens (finalizer),
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -26,6 +24,7 @@ import orjson
 from workbench import own_code
 from workbench.campaign.environments import AgentResult, Environment, Reward, Task, fit
 from workbench.campaign.standstill import SHARE, StoodStill
+from workbench.deadline import TooLate, await_with_deadline
 from workbench.errors import LedgerCorrupt
 from workbench.finalizer.messages import RolloutOutcome
 from workbench.gateway.client import ControlClient
@@ -110,12 +109,11 @@ class AgentRunner(ABC):
         return await self._in_time(lambda: self._score(task, result), "its reward")
 
     async def _in_time(self, work: Callable[[], T], what: str) -> T | str:
-        # In a thread: this is code that we did not write, and all other rollouts wait for this loop. In one of its
-        # own: what never comes back would keep one of the few that the loop's other work needs.
+        # In a thread: this is code that we did not write, and all other rollouts wait for this loop. Not in the loop's
+        # own pool: what never comes back would keep one of the few that its other work needs.
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return await _in_own_thread(work)
-        except TimeoutError:
+            return await await_with_deadline(work, self._timeout_s)
+        except TooLate:
             return f"{what} did not come within rollouts.timeout_s={self._timeout_s:g}"
 
     def _score(self, task: Task, result: AgentResult) -> Reward | str:
@@ -215,21 +213,3 @@ def outcome_of(plan: RolloutPlan, reward: Reward | str, started: float, **custod
         duration_s=time.monotonic() - started,
         **custody,
     )
-
-
-def _in_own_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """What `work()`, which must not raise, returns; the thread ends with the process where it has not ended before."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: T) -> None:
-        if not future.done():  # else nobody waits any more
-            future.set_result(value)
-
-    def body() -> None:
-        value = work()
-        with contextlib.suppress(RuntimeError):  # the loop has been closed meanwhile
-            loop.call_soon_threadsafe(settle, value)
-
-    threading.Thread(target=body, name="workbench-own-code", daemon=True).start()
-    return future

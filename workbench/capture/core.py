@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from workbench.capture.deadline import call_with_deadline
 from workbench.capture.delta import ActiveCall, CaptureFailed, build_delta, checked_prefix
+from workbench.deadline import call_with_deadline
 from workbench.errors import CaptureError, StagingError
 from workbench.wire import CaptureAdmission, Cause, CommitCoords, StagedCall, staging_key
 from workbench.wire.encoding import Floats, TokenIds

@@ -19,6 +19,7 @@ from workbench.campaign.environments.fit import task_of, unfit
 from workbench.campaign.environments.guess_number import GuessNumber
 from workbench.campaign.environments.misbehave import Misbehaving
 from workbench.campaign.environments.say_briefly import SayBriefly
+from workbench.deadline import TooLate, call_with_deadline
 from workbench.errors import RecipeError, WorkbenchError
 from workbench.nearest import did_you_mean
 from workbench.recipe_schema import Misbehave, Recipe
@@ -98,8 +99,8 @@ def _own(recipe: Recipe) -> Environment:
         raise RecipeError(f"environment.name: {path!r} {what}") from error
     seed = task_seed(recipe, 0)
     try:
-        fault = unfit(environment) or own_code.in_time(lambda: task_of(environment, seed), timeout_s)
-    except TimeoutError:
+        fault = unfit(environment) or call_with_deadline(lambda: task_of(environment, seed), timeout_s)
+    except TooLate:
         fault = f"task({seed}) did not come within rollouts.timeout_s={timeout_s:g}"
     if isinstance(fault, str):
         raise RecipeError(f"environment.name: {path!r}: {fault}; see `Environment` in {base.__name__}")
