@@ -190,6 +190,21 @@ def test_a_closed_terminal_stops_a_run_as_a_signal_does_though_nothing_can_be_sa
 
 
 @pytest.mark.kernel
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path):
+    go_on = "import time\nwhile not (here / 'go on').exists(): time.sleep(0.05)"
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does it, for its child
+    try:
+        case = Case(tmp_path / "run", START, "(here / 'waiting').touch()", go_on)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    case.until("waiting")
+    case.process.send_signal(signal.SIGHUP)
+    (tmp_path / "run" / "go on").touch()
+    assert case.end() == 0, case.err
+    assert case.executed.metadata.papermill.status == "done"
+
+
+@pytest.mark.kernel
 def test_more_signals_while_a_stopped_run_writes_its_notebook_change_nothing(tmp_path):
     case = Case(tmp_path / "run", START, WAIT)
     case.until("waiting")

@@ -31,6 +31,13 @@ def marked(mark: str) -> list[psutil.Process]:
     return found
 
 
+def stop_signals() -> list[signal.Signals]:
+    """What stops a run: Ctrl-C, SIGTERM, and a closed terminal, unless whoever started it said by `nohup` that this is
+    no reason."""
+    hang_up = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGINT, signal.SIGTERM, *hang_up]
+
+
 def signal_words(number: int) -> str:
     """A signal as a person knows it."""
     name = signal.Signals(number).name

@@ -36,7 +36,7 @@ from workbench.campaign.environment_record import store_environment
 from workbench.campaign.html_export import export_html
 from workbench.campaign.kernel import KERNEL_NAME, OwnKernel
 from workbench.campaign.notebook_file import MAX_BYTES, Outcome, check_parameters, set_outcome
-from workbench.campaign.processes import signal_words
+from workbench.campaign.processes import signal_words, stop_signals
 from workbench.campaign.progress import ProgressLine
 from workbench.campaign.summary import Summary, summarise
 from workbench.campaign.terminal import tell
@@ -340,7 +340,7 @@ def _signals_to(execution: _Execution) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, stop) for number in stop_signals()}
     try:
         yield
     finally:

@@ -26,7 +26,7 @@ from workbench.campaign import desk_socket
 from workbench.campaign.call_lines import CallLines, Facts
 from workbench.campaign.desk import ReceiptDesk
 from workbench.campaign.fleet import Fleet
-from workbench.campaign.processes import end_marked, signal_words
+from workbench.campaign.processes import end_marked, signal_words, stop_signals
 from workbench.campaign.refusal_lines import RefusalLines
 from workbench.campaign.terminal import tell
 from workbench.config import Recipe
@@ -40,7 +40,6 @@ CHECK_EVERY_S = 2.0
 CHECK_TIMEOUT_S = 30.0
 _SHOWN = 5
 _STOPPING = "stopping"  # the first thing that a fleet says when it ends
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def serve(recipe: Recipe, run_dir: Path) -> int:
@@ -97,12 +96,13 @@ def _signals_stop(session: _Session, task: asyncio.Task[None]) -> Iterator[None]
             task.cancel()
             tell(f"stopping on {signal_words(number)}", sys.stderr)
 
-    for number in _SIGNALS:
+    signals = stop_signals()
+    for number in signals:
         loop.add_signal_handler(number, stop, number)
     try:
         yield
     finally:
-        for number in _SIGNALS:
+        for number in signals:
             loop.remove_signal_handler(number)
 
 
