@@ -25,6 +25,12 @@ def test_right_after_a_resume_the_time_to_go_is_by_the_steps_before_it() -> None
     assert pace.for_steps(10) == pytest.approx(100.0)
 
 
+def test_first_steps_of_the_processes_before_do_not_count_either() -> None:
+    stored = [line(1, 50.0), line(2, 10.0), line(3, 70.0), line(4, 60.0)]
+    assert Pace(stored, {1, 3, 4}).for_steps(3) == pytest.approx(30.0)
+    assert Pace(stored[2:], {3, 4}).for_steps(3) == pytest.approx(180.0)
+
+
 def test_one_slow_step_is_no_trend_and_a_lasting_change_is_followed() -> None:
     pace = Pace([line(step, 10.0) for step in range(1, 9)])
     for seconds in (70.0, 10.0, 80.0, 10.0):

@@ -68,6 +68,8 @@ class LeftOff:
     evicted: int = 0
     step_lines: list[dict[str, Any]] = field(default_factory=list)
     """Of steps.jsonl, in order."""
+    first_steps: set[int] = field(default_factory=lambda: {1})
+    """The step that each process before was to begin with."""
     rejections: Counter[str] = field(default_factory=Counter)
     counts: GroupMetrics = field(default_factory=GroupMetrics)
     """Calls of the groups that have a line in groups.jsonl."""
@@ -115,6 +117,7 @@ def read_left_off(run_dir: Path) -> LeftOff:
         replaced=kinds["group_replaced"],
         evicted=kinds["group_evicted"],
         step_lines=step_lines,
+        first_steps={1, *(event.get("after_step", 0) + 1 for event in events if event.get("kind") == "resumed")},
         rejections=Counter(str(event["cause"]) for event in rejected),
         counts=GroupMetrics(**{name: sum(line.get(name) or 0 for line in group_lines.values()) for name in _COUNTS}),
         unfinished_parts=[*_half_groups(run_dir), *_drafts(run_dir)],

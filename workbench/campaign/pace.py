@@ -8,7 +8,7 @@ checkpoint or a slow group is no trend.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from statistics import median
 from typing import Any
 
@@ -17,12 +17,14 @@ _PARTS = ("rollout_s", "train_s", "publish_s", "sync_s")
 
 
 class Pace:
-    """Seconds a step. `stored` are the lines of steps that were taken before this process, in order."""
+    """Seconds a step. `stored` are the lines of steps that were taken before this process, in order; `first_steps` are
+    those that a process began with."""
 
-    def __init__(self, stored: Iterable[Mapping[str, Any]] = ()) -> None:
-        before = [sum(line[part] for part in _PARTS) for line in stored if all(line.get(part) for part in _PARTS)]
-        self._first = before[:1]
-        self._later = deque(before[1:], maxlen=_LAST)
+    def __init__(self, stored: Iterable[Mapping[str, Any]] = (), first_steps: Collection[int] = (1,)) -> None:
+        timed = [line for line in stored if all(line.get(part) for part in _PARTS)]
+        took = {line["step"]: sum(line[part] for part in _PARTS) for line in timed}
+        self._first = [took[step] for step in took if step in first_steps][-1:]
+        self._later = deque((took[step] for step in took if step not in first_steps), maxlen=_LAST)
         self._waits_for_first = True
 
     def took(self, seconds: float) -> None:

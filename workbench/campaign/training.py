@@ -27,7 +27,7 @@ class TrainPump:
     def __init__(self, state: CampaignState, left: LeftOff = NOTHING_YET) -> None:
         self._state = state
         self._steps_done = left.steps_done
-        self._pace = Pace(left.step_lines)
+        self._pace = Pace(left.step_lines, left.first_steps)
         self._poisoned = 0
 
     async def run(self) -> None:
