@@ -20,10 +20,10 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from workbench.config import allowed_in_words
-from workbench.ledger.attribution import REASONS
 from workbench.recipe_schema import MISSING, Recipe
 from workbench.runs import frames_page
 from workbench.wire import Cause
+from workbench.wire.causes import REASONS
 
 ROOMS = ("wire", "capture", "ledger", "finalizer", "train", "runs", "inspect")
 """Rooms with names for other people's code; what they export is what stays as it is between releases."""

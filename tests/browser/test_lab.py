@@ -10,12 +10,35 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import polars as pl
 import pytest
 from notebook_page import DARK, LIGHT, NotebookPage, contrast
 from playwright.sync_api import Browser, Locator, expect
 
+from workbench import runs
+from workbench.demo import recorded_run
+from workbench.inspect import PrefixChain, telling_rollout
+
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
 THEMES = {"light": LIGHT, "dark": DARK}
+
+RECORDED = runs.open(recorded_run())
+CHAIN = PrefixChain(RECORDED, telling_rollout(RECORDED))
+WORST = RECORDED.logprobs().sort(pl.col("delta").abs(), descending=True).row(0, named=True)
+"""The token in which trainer and sampler of the recorded run disagree most."""
+
+
+def starts_of_calls(rollout_id: str) -> list[int]:
+    """The position at which each call of the chain begins."""
+    return RECORDED.tokens(rollout_id).group_by("model_call_id", maintain_order=True).first()["position"].to_list()
+
+
+def word_that_occurs_once(rollout_id: str) -> str:
+    vocabulary = RECORDED.vocabulary()
+    pieces = [vocabulary.pieces.get(i, b"").decode() for i in RECORDED.tokens(rollout_id)["token_id"].to_list()]
+    text = "".join(pieces).lower()
+    words = (piece.strip() for piece in pieces)
+    return next(word for word in words if len(word) > 3 and word.isalpha() and text.count(word.lower()) == 1)
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +81,8 @@ def detail(view: Locator) -> Locator:
 
 
 def test_the_chain_says_which_calls_were_trained_on(chain: Locator) -> None:
-    expect(chain.locator(".wb-title")).to_have_text(
-        "Rollout demo.0.0.0 · 5 calls · 1 retry · 183 tokens (47 sampled) · reward 0.163684 · "
-        "verified, trained in step 1"
-    )
+    expect(chain.locator(".wb-title")).to_have_text(repr(CHAIN))
+    assert "5 calls · 1 retry" in repr(CHAIN) and "verified, trained in step 1" in repr(CHAIN)
     expect(chain.locator(".wb-custody.verified")).to_be_visible()
     expect(chain.locator(".wb-card.chain")).to_have_count(4)
     expect(chain.locator(".wb-card")).to_have_count(5)
@@ -83,7 +104,9 @@ def test_clicking_a_branch_opens_its_tokens(chain_page: NotebookPage, chain: Loc
     expect(detail(chain)).to_contain_text("retry: the same request again")
     tokens = chain_page.view("chain = look(PrefixChain", "TokenStrip")
     call_id = branch.get_attribute("data-call")
-    expect(tokens.locator(".wb-title")).to_contain_text("118 tokens (32 sampled)")
+    parent, retry = (CHAIN.calls.filter(order=order).row(0, named=True) for order in (1, 2))
+    sampled = parent["sampled_tokens"] + retry["sampled_tokens"]
+    expect(tokens.locator(".wb-title")).to_contain_text(f"{retry['cum_len']} tokens ({sampled} sampled)")
     expect(tokens.locator(".wb-line.call").last).to_contain_text("call #2")
     assert call_id
     expect(tokens.locator(".wb-line.call").last).to_contain_text(call_id[:8])
@@ -146,25 +169,30 @@ def test_the_largest_difference_is_found_in_its_text(token_page: NotebookPage) -
     strip = token_page.view("strip = look(TokenStrip", "TokenStrip")
     strip.focus()
     strip.press("d")
-    expect(strip.locator(".wb-note")).to_contain_text("|Δ| number 1 of 60")
-    expect(detail(strip)).to_contain_text("Δ -0.6575")
+    expect(strip.locator(".wb-note")).to_contain_text("|Δ| number 1 of")
+    expect(detail(strip)).to_contain_text(f"Δ {WORST['delta']:.4f}".rstrip("0"))
     marked = strip.locator(".wb-t.at")
-    expect(marked).to_have_attribute("data-i", "98")
+    expect(marked).to_have_attribute("data-i", str(WORST["position"]))
     strip.locator("select").select_option("delta")
-    expect(marked).to_have_css("background-color", re.compile(r"rgba?\(31, 95, 168"))
+    colour = "31, 95, 168" if WORST["delta"] < 0 else "201, 106, 18"
+    expect(marked).to_have_css("background-color", re.compile(rf"rgba?\({colour}"))
 
 
 def test_tokens_are_walked_and_found_by_keyboard(token_page: NotebookPage) -> None:
     strip = token_page.view("strip = look(TokenStrip", "TokenStrip")
     strip.focus()
-    for key, position in (("ArrowRight", "99"), ("[", "98"), ("[", "68"), ("]", "98")):
+    at, sampled = WORST["position"], RECORDED.tokens(WORST["rollout_id"])["sampled"].to_list()
+    changes = [i for i in range(1, len(sampled)) if sampled[i] != sampled[i - 1]]
+    before = max(i for i in changes if i < at + 1)
+    after = min(i for i in changes if i > before)
+    for key, position in (("ArrowRight", at + 1), ("[", before), ("]", after), ("[", before)):
         strip.press(key)
-        expect(strip.locator(".wb-t.at")).to_have_attribute("data-i", position)
+        expect(strip.locator(".wb-t.at")).to_have_attribute("data-i", str(position))
     strip.press("/")
-    search = strip.locator("input")
-    search.fill("from")
+    search, word = strip.locator("input"), word_that_occurs_once(WORST["rollout_id"])
+    search.fill(word)
     search.press("Enter")
-    expect(strip.locator(".wb-t.found")).to_contain_text("from")
+    expect(strip.locator(".wb-t.found")).to_contain_text(word)
     expect(strip.locator(".wb-note")).to_contain_text("1 of 1 found")
     search.press("Escape")
 
@@ -172,9 +200,10 @@ def test_tokens_are_walked_and_found_by_keyboard(token_page: NotebookPage) -> No
 def test_calls_are_walked_in_a_row_of_several(chain_page: NotebookPage) -> None:
     strip = chain_page.view("look(TokenStrip, campaign, rollout_id)", "TokenStrip")
     strip.focus()
-    for key, position in (("n", "71"), ("n", "115"), ("p", "71"), ("p", "0")):
+    first, second, third, *_ = starts_of_calls(CHAIN.rollout_id)
+    for key, position in (("n", second), ("n", third), ("p", second), ("p", first)):
         strip.press(key)
-        expect(strip.locator(".wb-t.at")).to_have_attribute("data-i", position)
+        expect(strip.locator(".wb-t.at")).to_have_attribute("data-i", str(position))
 
 
 # -- both ------------------------------------------------------------------------------------------------------------

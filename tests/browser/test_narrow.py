@@ -4,11 +4,13 @@ nothing but what scrolls by itself is wider than its column."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
 from mounted import error, mount
-from playwright.sync_api import Browser
+from notebook_page import contrast
+from playwright.sync_api import Browser, Page
 
 from workbench import runs
 from workbench.campaign.html_export import export_html
@@ -61,13 +63,40 @@ def test_a_live_view_can_be_read_in_a_narrow_column(browser: Browser, name: str)
     page.close()
 
 
+def test_a_long_name_breaks_where_its_column_is_narrow(browser: Browser) -> None:
+    page, _ = mount(browser, PoisonTable(runs.open(recorded_run())).live.children[0], width=WIDTH)
+    name = page.locator("td", has_text="request_finished_without_staged_coordinates").bounding_box()
+    assert name and name["width"] < WIDTH * 0.4 and name["height"] > 30
+    page.close()
+
+
+def report(browser: Browser, folder: Path, *shown: str, **context: Any) -> Page:
+    """A report of one cell that shows this HTML, in a window of 480 px."""
+    outputs = [nbformat.v4.new_output("display_data", {"text/html": html}) for html in shown]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(outputs=outputs)])
+    export_html(notebook, folder / "page.html", "page")
+    page = browser.new_page(viewport={"width": 480, "height": 900}, **context)
+    page.goto((folder / "page.html").as_uri())
+    return page
+
+
 def test_a_report_is_as_wide_as_a_narrow_window_whatever_its_tables_hold(browser: Browser, tmp_path: Path) -> None:
     run = runs.open(recorded_run())
-    tables = [PoisonTable(run).html(), LogprobDelta(run).html(), run.steps._repr_html_()]
-    shown = [nbformat.v4.new_output("display_data", {"text/html": table}) for table in tables]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(outputs=shown)])
-    export_html(notebook, tmp_path / "page.html", "page")
-    page = browser.new_page(viewport={"width": 480, "height": 900})
-    page.goto((tmp_path / "page.html").as_uri())
+    page = report(browser, tmp_path, PoisonTable(run).html(), LogprobDelta(run).html(), run.steps._repr_html_())
     assert page.evaluate("document.documentElement.scrollWidth") == 480
+    # What a table is wider by can be scrolled to.
+    last = page.locator("table").first.locator("th").last
+    last.scroll_into_view_if_needed()
+    box = last.bounding_box()
+    assert box and box["x"] >= 0 and box["x"] + box["width"] <= 480
+    page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_static_view_can_be_read_on_a_light_and_on_a_dark_page(browser: Browser, tmp_path: Path, scheme: Any) -> None:
+    run = runs.open(recorded_run())
+    views = (PoisonTable(run), TokenStrip(run, telling_rollout(run)), RowDiff(run, run), CampaignBoard(run))
+    page = report(browser, tmp_path, *(view.html() for view in views), color_scheme=scheme)
+    for part in ("th", "td", "td b", "u", "div > b"):
+        assert contrast(page.locator(part).first) >= 4.5, part
     page.close()

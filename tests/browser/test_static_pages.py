@@ -11,19 +11,23 @@ import pytest
 from nbconvert import HTMLExporter
 from playwright.sync_api import Browser, BrowserContext, expect
 
+from workbench import runs
 from workbench.campaign.html_export import export_html
+from workbench.demo import recorded_run
+from workbench.inspect import LogprobDelta, PoisonTable, PrefixChain, telling_rollout
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 
+RECORDED = runs.open(recorded_run())
 SEEN = {
     "02_prefix_chain.ipynb": (
         "Explore one rollout's prefix chain",
-        "Rollout demo.0.0.0 · 5 calls · 1 retry · 183 tokens (47 sampled)",
+        repr(PrefixChain(RECORDED, telling_rollout(RECORDED))),
         "retry: the same request again",
     ),
     "03_tokens_and_logprobs.ipynb": (
         "Tokens and log-probabilities",
-        "406 sampled tokens · mean |Δ| 0.0657",
+        repr(LogprobDelta(RECORDED)),
         "token_mult_prob_error",
     ),
     "04_poisoning.ipynb": (
@@ -33,7 +37,7 @@ SEEN = {
     ),
     "10_campaign.ipynb": (
         "A capture campaign",
-        "3 of 16 rollouts rejected (18.8%)",
+        repr(PoisonTable(RECORDED)),
         "The request continues no recorded call, so its prefix is unknown.",
     ),
 }

@@ -17,7 +17,7 @@ from pathlib import Path
 import orjson
 import pytest
 from click.testing import CliRunner
-from stored_run import make_run
+from stored_run import StoredRun, make_run
 
 from workbench import runs
 from workbench.campaign import doctor, machine
@@ -441,12 +441,28 @@ def test_a_run_and_a_rollout_are_described_and_the_list_is_json_for_programs(tmp
     assert ended("inspect", str(tmp_path / "run")) == 0
     said = capsys.readouterr().out
     assert said.startswith("Run ") and "rollouts valid" in said
-    rollout = runs.open(tmp_path / "run").rollouts["rollout_id"][0]
+    recorded = runs.open(tmp_path / "run").rollouts
+    rollout, rejected = recorded["rollout_id"][0], recorded.drop_nulls("cause")["rollout_id"].to_list()
+    _, header, *listed, following = said.splitlines()
+    assert header.split() == ["rollout", "calls", "tokens", "reward", "state"] and len(listed) == recorded.height
+    assert [line.split()[0] for line in listed[: len(rejected)]] == rejected
+    assert listed[0].endswith("rejected: unresolved_parent") and "verified, trained in step 1" in listed[len(rejected)]
+    assert following == f"Next: workbench inspect {tmp_path / 'run'} {rejected[0]}"
     assert ended("inspect", str(tmp_path / "run"), rollout) == 0
     assert rollout in capsys.readouterr().out
     assert ended("ls", "--json", str(tmp_path)) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert orjson.loads(line)["status"] == "done" and "token_in_rate" in orjson.loads(line)
+
+
+def test_of_many_rollouts_the_list_says_how_many_it_shows_and_those_without_a_receipt_come_early(tmp_path, capsys):
+    stored = StoredRun(tmp_path / "long")
+    stored.step(1, [["plain"] * 12, ["plain"] * 12])
+    stored.play("long.9.0.0", 2, kind="plain")
+    assert ended("inspect", str(stored.finish())) == 0
+    _, _, first, *listed, showing, _ = capsys.readouterr().out.splitlines()
+    assert first.split()[:2] == ["long.9.0.0", "2"] and first.endswith("not finalised")
+    assert len(listed) == 19 and showing == "Showing 20 of 25 rollouts, rejected ones first."
 
 
 def test_an_unresolved_call_is_explained_in_words(tmp_path, capsys):
@@ -491,7 +507,9 @@ def test_rollouts_in_healthy_parts_are_inspected_beside_a_damaged_one(tmp_path, 
     (run / "rows" / "g00000.parquet").write_bytes(b"PAR1")
     named = f"{run}/rows/g00000.parquet is not a readable part of table rows: "
     assert ended("inspect", str(run)) == 0
-    sentence, told = capsys.readouterr().out.splitlines()
+    sentence, told, _, *listed, _ = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed if line.endswith("cannot be read: see above")][:1] == ["cut.0.0.0"]
+    assert not any(line.endswith("not finalised") for line in listed)
     assert "rows/g00000.parquet" not in sentence  # said once
     assert told.startswith(f"  left out: {named}") and f"Next: workbench verify {run}" in told
     assert ended("inspect", str(run), "cut.1.0.0") == 0
@@ -507,6 +525,8 @@ def test_a_rollout_whose_step_cannot_be_read_is_not_said_to_be_untrained(tmp_pat
     (run / "train" / "step-1.parquet").write_bytes(b"PAR1")
     assert ended("inspect", str(run), "cut.0.0.0") == 0
     said = capsys.readouterr().out
+    assert ended("inspect", str(run)) == 0
+    assert "verified, whether a step trained it is not known: see above" in capsys.readouterr().out
     assert f"verified, whether a step trained it is not known: {run}/train/step-1.parquet is not a readable" in said
     assert "on the verified chain\n" in said and "not trained" not in said
 

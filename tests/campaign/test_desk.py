@@ -291,7 +291,7 @@ def test_a_receipt_counts_calls_as_inspect_does(tmp_path: Path) -> None:
     total = row["calls"] + 1
     said = verdict_text(verdict, tmp_path)
     assert f"calls     {total}: {row['calls']} captured, 1 not captured\n" in said
-    assert "detail    assistant_text_changed: The model's own text came back changed.\n" in said
+    assert "detail    assistant_text_changed (the model's own text came back changed)\n" in said
     assert f"· {total} calls ·" in repr(PrefixChain(run, row["rollout_id"]))
 
 

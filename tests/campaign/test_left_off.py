@@ -16,6 +16,7 @@ from workbench.campaign.runner import new_run_dir
 from workbench.demo import recorded_run
 from workbench.errors import RecipeError, RunStoreError, SetupError
 from workbench.runs.frames import read_parts
+from workbench.runs.shelf import overview
 from workbench.runs.writer import RunWriter, write_part
 
 LAST = "g00003"
@@ -49,6 +50,9 @@ def test_a_finished_run_has_nothing_open(run):
     left = read_left_off(run)
     assert (left.steps_done, left.unrecorded, left.open_groups, left.next_group) == (4, {}, [], 4)
     assert left.rejections.total() == 3
+    # The rates of a run that goes on are still those of the whole run.
+    (row,) = overview([run]).iter_rows(named=True)
+    assert left.counts.rates()["token_in_rate_after_roots"] == row["token_in_rate_after_roots"]
 
 
 def test_a_run_that_was_stopped_before_it_had_started_is_counted_as_resumed_too(run):

@@ -23,6 +23,7 @@ from workbench.campaign.proof import SyncProof
 from workbench.campaign.resume import resumable
 from workbench.campaign.verify_run import verify_run
 from workbench.config import load_recipe
+from workbench.runs.shelf import overview
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(800)]
 
@@ -80,6 +81,9 @@ async def test_a_run_that_was_stopped_in_its_middle_ends_as_the_one_that_was_not
     assert trained_rows(halted) == trained_rows(whole)
     assert run.groups["group_id"].is_unique().all() and run.rollouts["rollout_id"].is_unique().all()
     assert run.rollouts.height == unstopped.rollouts.height == 12
+    # What the terminal showed last is of the whole run, as the list of runs has it; the first half of it included.
+    for listed in overview([whole, halted]).iter_rows(named=True):
+        assert runs.open(listed["path"]).status["token_in_rate"] == pytest.approx(listed["token_in_rate"])
     assert verify_run(halted).ok and not list(halted.rglob("*.tmp"))
     for swept in (*events(whole, "swept"), *events(halted, "swept")):
         assert swept["left"] == {"staging": 0, "train": 0}

@@ -66,6 +66,7 @@ class Bench:
             dropped_in_a_row=0,
             evicted=0,
             rejections={},
+            counts=GroupMetrics(),
         )
         self.pump = RolloutPump(self.state, self)  # type: ignore[arg-type]
 

@@ -177,6 +177,6 @@ def test_the_progress_line_names_groups_rejections_and_what_is_to_go():
     status = {"step": 2, "steps": 6, "phase": "training", "groups": 8, "token_in_rate_after_roots": 1.0}
     said = describe(status | {"reward_mean": 0.5, "rejected": 3, "poisoned": 1, "eta_s": 190.0})
     assert said == (
-        "step 2/6 · training · about 3:10 to go · reward 0.500 · 3 rejected · token_in after roots 1 · 8 groups"
+        "step 2/6 · training · about 3:10 to go · reward 0.500 · 3 rejected · token_in after roots 1 · groups 8"
     )
     assert "to go" not in describe(status | {"eta_s": 0.0})

@@ -48,7 +48,7 @@ async def test_the_gallery_is_an_ordinary_run(gallery: Gallery) -> None:
 
 async def test_a_family_is_shown_without_ids(gallery: Gallery) -> None:
     for family in FAMILIES:
-        page = gallery.show(family).html()
+        page = gallery.show(family).html().replace("<wbr>", "")
         assert "gallery." not in page, "a rollout id would differ between runs"
         assert all(exhibit.cause.value in page for exhibit in FAMILIES[family])
     with pytest.raises(KeyError, match="is no family"):

@@ -48,7 +48,7 @@ def test_a_setting_is_no_evidence(tmp_path):
 
 def test_a_probe_that_captured_nothing_is_named(run_dir):
     lines = [orjson.loads(line) for line in (run_dir / "events.jsonl").read_bytes().splitlines()]
-    lines[0]["probe"] = {"capture_enabled": False}
+    next(line for line in lines if line["kind"] == "started")["probe"] = {"capture_enabled": False}
     (run_dir / "events.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
     assert verdict(run_dir) == "Capture is NOT on: start-up probe"
 

@@ -11,8 +11,9 @@ import pytest
 from speech import commit, model, user
 
 from workbench.ledger import LedgerStore, attribute_terminal
-from workbench.ledger.attribution import DECLARED_FAILURES, REASONS
+from workbench.ledger.attribution import DECLARED_FAILURES
 from workbench.wire import CallRecord
+from workbench.wire.causes import REASONS
 
 R = "run.0.0.0"
 CALL = {"type": "function_call", "call_id": "t", "name": "f", "arguments": "{}"}

@@ -14,7 +14,7 @@ from workbench import runs
 from workbench.campaign.desk import ReceiptAsked, Verdict, checked_group
 from workbench.campaign.desk_socket import ask
 from workbench.errors import ComponentDied, RunStoreError
-from workbench.inspect.causes import explain, is_known
+from workbench.inspect.causes import in_words
 from workbench.runs.condition import broken_status, state_of
 
 # Beside the finalizer's own deadline: the gateway's control calls, and a group that is being finalised before this one.
@@ -80,7 +80,7 @@ def verdict_text(verdict: Verdict, run_dir: Path) -> str:
         place += f", token {verdict.position}" if verdict.position is not None else ""
         lines = [
             f"Rollout {verdict.rollout_id}: rejected, {verdict.cause}{place}",
-            *([f"  detail    {_detail(verdict.detail)}"] if verdict.detail else []),
+            *([f"  detail    {in_words(' '.join(verdict.detail.split()))}"] if verdict.detail else []),
             f"  terminal  {'call ' + verdict.terminal if verdict.terminal else 'none'}, {_selection(verdict)}",
             f"  calls     {_calls(verdict)}",
         ]
@@ -101,11 +101,6 @@ def _calls(verdict: Verdict) -> str:
     return f"{verdict.calls + verdict.failed_calls:,}: {said or 'none'}"
 
 
-def _detail(detail: str) -> str:
-    said = " ".join(detail.split())
-    return f"{said}: {explain(said)}" if is_known(said) else said
-
-
 def _selection(verdict: Verdict) -> str:
     how = {
         "declared": "declared",
@@ -114,7 +109,7 @@ def _selection(verdict: Verdict) -> str:
         "heuristic": "chosen by the parent links, nobody named one",
         None: "not attributed",
     }.get(verdict.selection, str(verdict.selection))
-    return how if verdict.selection is not None else f"{how} ({verdict.attribution})"
+    return f"{how}: {in_words(verdict.attribution)}" if verdict.selection is None and verdict.attribution else how
 
 
 def _short(digest: str | None) -> str:

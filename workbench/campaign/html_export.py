@@ -23,7 +23,7 @@ pre,code{font-family:ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace;fo
 .highlight pre,.input_area pre,.jp-InputArea pre{background:var(--code);border:1px solid var(--line);border-radius:6px;
 padding:9px 12px;overflow-x:auto;line-height:1.45}
 .output_area pre,.jp-OutputArea pre{white-space:pre-wrap;margin:6px 0}
-.output_png img,.jp-RenderedImage img,img{max-width:100%;height:auto;border-radius:6px;background:#fff}
+.output_png img,.jp-RenderedImage img,img{max-width:100%;height:auto;background:none}
 blockquote{margin:0 0 1.5em;padding:8px 16px;border-left:4px solid #8a1c4a;background:var(--code)}
 .output_error pre,.output_stderr pre{border-left:3px solid #8a1c4a;padding-left:10px}
 table{border-collapse:collapse}.output_html{overflow-x:auto}.dataframe{font-size:12.5px}

@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import RunStoreError
+from workbench.finalizer.metrics import GroupMetrics
 from workbench.finalizer.parts import PARTS, is_whole
 from workbench.runs.custody import ledger_files, rollout_of
 from workbench.runs.frames import read_lines, read_parts
 
 # The end of a rollout id: <run>.<group>.<index>.<attempt>.
 _PLACE = re.compile(r"\.(?P<group>\d+)\.\d+\.(?P<attempt>\d+)$")
+_COUNTS = ("calls", "token_in_calls", "root_calls")
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ class LeftOff:
     step_lines: list[dict[str, Any]] = field(default_factory=list)
     """Of steps.jsonl, in order."""
     rejections: Counter[str] = field(default_factory=Counter)
+    counts: GroupMetrics = field(default_factory=GroupMetrics)
+    """Calls of the groups that have a line in groups.jsonl."""
     unfinished_parts: list[Path] = field(default_factory=list)
     """Parts of groups that are not finished, and drafts of files that were being written."""
 
@@ -111,6 +115,7 @@ def read_left_off(run_dir: Path) -> LeftOff:
         evicted=kinds["group_evicted"],
         step_lines=step_lines,
         rejections=Counter(str(event["cause"]) for event in rejected),
+        counts=GroupMetrics(**{name: sum(line.get(name) or 0 for line in group_lines.values()) for name in _COUNTS}),
         unfinished_parts=[*_half_groups(run_dir), *_drafts(run_dir)],
     )
 

@@ -1,4 +1,4 @@
-"""Listing: the runs of a folder as lines for a terminal, newest last."""
+"""Listing: the runs of a folder, newest last, or the rollouts of a run, rejected ones first, as lines of text."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from typing import Any
 import polars as pl
 
 from workbench.errors import RunStoreError
+from workbench.inspect.custody import standing
 from workbench.runs.shelf import overview, run_directories
 
 _HEADER = ("run", "status", "step", "reward", "token_in", "rejected", "started")
-_NUMBERS = slice(2, 6)
+_NUMBERS = range(2, 6)
+_ROLLOUT_HEADER = ("rollout", "calls", "tokens", "reward", "state")
+_ROLLOUT_NUMBERS = range(1, 4)
 
 
 def listing(folder: Path) -> pl.DataFrame:
@@ -32,9 +35,9 @@ def list_lines(table: pl.DataFrame) -> list[str]:
     names = _names(table)
     rows = [_cells(row, name) for row, name in zip(table.iter_rows(named=True), names, strict=True)]
     widths = [max(len(row[column]) for row in (_HEADER, *rows)) for column in range(len(_HEADER))]
-    lines = [_line(_HEADER, widths)]
+    lines = [_line(_HEADER, widths, _NUMBERS)]
     for row, cells in zip(table.iter_rows(named=True), rows, strict=True):
-        lines.append(_line(cells, widths))
+        lines.append(_line(cells, widths, _NUMBERS))
         resumed = f"resumed {row['resumed']} ×" if row["resumed"] else ""
         error = " ".join((row["error"] or "").split())[:160]
         if resumed or error:
@@ -70,8 +73,42 @@ def _when(at: float) -> str:
     return time.strftime("%b %d %H:%M" if when.tm_year == time.localtime().tm_year else "%b %d  %Y", when)
 
 
-def _line(cells: tuple[str, ...], widths: list[int]) -> str:
-    right = range(*_NUMBERS.indices(len(cells)))
+def rollout_lines(source: Any, most: int) -> list[str]:
+    """A header and a line a rollout of a run or a ledger, at most `most`; none where there is no rollout.
+
+    Rejected ones come first, then those that are not finalised, because they are what one looks for; the rest as they
+    were sampled.
+    """
+    rollouts: pl.DataFrame = source.rollouts
+    calls = source.calls.group_by("rollout_id", maintain_order=True).len()
+    waiting = calls.join(rollouts, on="rollout_id", how="anti").rename({"len": "calls"})
+    order = pl.col("cause").is_null()
+    finalised = rollouts.sort(order, maintain_order=True).head(most).to_dicts()
+    rejected = [row for row in finalised if row["cause"]]
+    shown = [*rejected, *waiting.head(most).to_dicts(), *finalised[len(rejected) :]][:most]
+    rows = [_rollout_cells(source, row) for row in shown]
+    if not rows:
+        return []
+    widths = [max(len(row[column]) for row in (_ROLLOUT_HEADER, *rows)) for column in range(len(_ROLLOUT_HEADER))]
+    lines = ["  " + _line(cells, widths, _ROLLOUT_NUMBERS) for cells in (_ROLLOUT_HEADER, *rows)]
+    total = rollouts.height + waiting.height
+    if total > len(shown):
+        lines.append(f"Showing {len(shown)} of {total:,} rollouts, rejected ones first.")
+    return lines
+
+
+def _rollout_cells(source: Any, row: dict[str, Any]) -> tuple[str, ...]:
+    # The tokens of a rejected one are those of its placeholder.
+    tokens = None if row.get("cause") else row.get("tokens")
+    calls = None if row["calls"] is None else row["calls"] + (row.get("failed_calls") or 0)
+    unread = source.unread(row["rollout_id"]) if hasattr(source, "unread") else {}
+    state = standing(row | {"unread": "see above" if "train" in unread else None})
+    if unread and "cause" not in row:
+        state = "cannot be read: see above"
+    return (row["rollout_id"], _number(calls, ",d"), _number(tokens, ",d"), _number(row.get("reward"), ".3f"), state)
+
+
+def _line(cells: tuple[str, ...], widths: list[int], right: range) -> str:
     return "  ".join(
         cell.rjust(width) if column in right else cell.ljust(width)
         for column, (cell, width) in enumerate(zip(cells, widths, strict=True))

@@ -76,8 +76,8 @@ def describe(status: dict[str, Any]) -> str:
     for key, words, spec in (
         ("reward_mean", "reward {}", ".3f"),
         ("rejected", "{} rejected", "d"),
-        ("token_in_rate_after_roots", "token_in after roots {}", ".3g"),
-        ("groups", "{} groups", "d"),
+        ("token_in_rate_after_roots", "token_in after roots {}", ".4g"),
+        ("groups", "groups {}", "d"),
         ("weight_version", "weights v{}", "d"),
     ):
         value = status.get(key)

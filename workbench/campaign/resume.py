@@ -83,6 +83,7 @@ async def catch_up(state: CampaignState, training: TrainPump, left: LeftOff) -> 
     """
     done, trainer, timeout_s = left.steps_done, state.fleet.trainer, state.recipe.train.timeout_s
     state.replaced, state.evicted, state.rejections = left.replaced, left.evicted, left.rejections.copy()
+    state.counts = left.counts
     restored: dict[str, Any] = {"step": 0, "unusable": []}
     retaken: dict[int, dict[str, Any]] = {}
     synced: dict[str, Any] = {}

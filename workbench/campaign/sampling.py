@@ -206,6 +206,7 @@ class RolloutPump:
 
     def _record(self, step: int, task_seed: int, group: FinalizedGroup, sampled_s: float | None) -> None:
         writer = self._state.writer
+        self._state.counts += group.metrics
         for row in group.rows:
             if row.cause is not None:
                 self._state.rejections[row.cause] += 1

@@ -11,6 +11,7 @@ from workbench.campaign.supply import Supply
 from workbench.campaign.sync import Weights
 from workbench.campaign.watch import Watch
 from workbench.config import Recipe
+from workbench.finalizer.metrics import GroupMetrics
 from workbench.finalizer.sweeper import Sweeper
 from workbench.runs.writer import RunWriter
 from workbench.train.buffer import ReplayBuffer
@@ -35,6 +36,8 @@ class CampaignState:
     """Groups that were given up as too stale; others were sampled in their place."""
     rejections: Counter[str] = field(default_factory=Counter)
     """Cause -> rollouts that became placeholders."""
+    counts: GroupMetrics = field(default_factory=GroupMetrics)
+    """Of all finished groups, trained or not yet: what the run's token_in rates are of."""
 
     @classmethod
     def begin(cls, recipe: Recipe, fleet: Fleet, writer: RunWriter) -> CampaignState:

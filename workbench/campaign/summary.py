@@ -17,6 +17,7 @@ import polars as pl
 from workbench import runs
 from workbench.campaign.learned import reward_rise
 from workbench.campaign.notebook_file import Outcome
+from workbench.inspect.causes import in_words
 from workbench.runs.shelf import finished_rollouts, token_in_rates
 
 _SHOWN_REJECTIONS = 12
@@ -110,7 +111,11 @@ class Summary:
         for row in self.rejected[:_SHOWN_REJECTIONS]:
             place = f" at call {row['call_id'][:8]}" if row["call_id"] else ""
             place += f", token {row['position']}" if row["position"] is not None else ""
-            lines.append("  ".join(["   ", row["rollout_id"], f"{row['cause']}{place}", row["detail"] or ""]).rstrip())
+            lines.append(
+                "  ".join(
+                    ["   ", row["rollout_id"], f"{row['cause']}{place}", in_words(row["detail"], row["cause"])]
+                ).rstrip()
+            )
         if len(self.rejected) > _SHOWN_REJECTIONS:
             rest = Counter(row["cause"] for row in self.rejected[_SHOWN_REJECTIONS:])
             more = ", ".join(f"{cause} {count}" for cause, count in rest.most_common())
@@ -128,7 +133,7 @@ class Summary:
             ((cause, count),) = Counter(row["cause"] for row in self.rejected).most_common(1)
             alike = [row for row in self.rejected if row["cause"] == cause]
             ((detail, _),) = Counter(row["detail"] for row in alike).most_common(1)
-            lines[0] += f", {count} of them as {cause}" + (f", most often: {detail}" if detail else "")
+            lines[0] += f", {count} of them as {cause}" + (f", most often: {in_words(detail)}" if detail else "")
             next_step += f" {next(row['rollout_id'] for row in alike if row['detail'] == detail)}"
         return [*lines, f"                             Next: {next_step}"]
 

@@ -78,6 +78,7 @@ class TrainPump:
         pooled = pool_metrics([entry.payload for entry in taken])
         times = {"rollout_s": waited_s, "train_s": trained_s}
         staleness = {"staleness_max": step - 1 - min(entry.weight_version for entry in taken)}
+        rates = state.counts.rates()
         self._poisoned += pooled["capture_poisoned_rollouts"]
         state.writer.step(
             {"step": step, "weight_version": state.weights.version, **pooled, **measured, **times, **staleness}
@@ -92,8 +93,8 @@ class TrainPump:
             phase="step done",
             step=step,
             weight_version=state.weights.version,
-            token_in_rate=pooled["token_in_rate"],
-            token_in_rate_after_roots=pooled["token_in_rate_after_roots"],
+            token_in_rate=rates["token_in_rate"],
+            token_in_rate_after_roots=rates["token_in_rate_after_roots"],
             reward_mean=measured["reward_mean"],
             rejected=sum(state.rejections.values()),
             poisoned=self._poisoned,

@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import polars as pl
 
+from workbench.inspect.causes import in_words
+
 METRICS = (
     ("reward", "reward of pairs that both count"),
     ("valid", "rows that can be trained on"),
@@ -85,8 +87,10 @@ def flips(pairs: pl.DataFrame, solved: float) -> pl.DataFrame:
 
 
 def _prepared(rollouts: pl.DataFrame) -> pl.DataFrame:
+    details = rollouts["detail"].drop_nulls().unique().to_list()
     return (
         rollouts.sort("group_id", "index")
+        .with_columns(pl.col("detail").replace({detail: in_words(detail) for detail in details}))
         .with_columns(
             pl.int_range(pl.len()).over("task_id", "index").alias("occurrence"),
             (pl.col("sample_mask") == 1).cast(pl.Int64).alias("valid"),

@@ -17,7 +17,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from workbench.inspect import html as markup
-from workbench.inspect.board_frame import board_frame, clock
+from workbench.inspect.board_frame import RATE, board_frame, clock
 from workbench.inspect.snapshot import LiveView
 from workbench.inspect.style import BLUE, REJECTED, SAMPLED, bar_list, panels, say_nothing_to_show, step_ticks
 
@@ -56,7 +56,7 @@ class CampaignBoard(LiveView):
             "rollouts valid",
             "rollouts rejected",
             "reward, last step",
-            "token_in_rate after roots, last step",
+            RATE,
         )
         if f["what"] == "served":
             wanted = ("rollouts", "calls", "rollouts valid")

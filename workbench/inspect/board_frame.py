@@ -12,6 +12,10 @@ from typing import Any
 import orjson
 import polars as pl
 
+from workbench.inspect.causes import in_words
+from workbench.runs.shelf import token_in_rates
+
+RATE = "token_in_rate after roots"
 _LAST_STEPS = 200
 _SHOWN_GROUPS = 12
 _GIVEN_UP = frozenset({"group_replaced", "group_evicted"})
@@ -47,7 +51,7 @@ def board_frame(run: Any, now: float) -> dict[str, Any]:
         "error": campaign["error"] or _last(events, "failed", "group_replaced"),
         "rejection": _last(events, "rollout_rejected"),
         "damage": run.damage,
-        "tiles": _served_tiles(campaign, run) if run.served else _tiles(campaign, last, flying),
+        "tiles": _served_tiles(campaign, run) if run.served else _tiles(campaign, last, groups, flying),
         "flying": flying[:_SHOWN_GROUPS],
         "in_flight": len(flying),
         "causes": _causes(groups),
@@ -63,13 +67,12 @@ def _served_tiles(campaign: dict[str, Any], run: Any) -> list[dict[str, Any]]:
     rollouts = calls["rollout_id"].n_unique()
     rewards = finalised.filter(pl.col("sample_mask") == 1)["reward"].drop_nulls()
     without = calls.filter(~pl.col("rollout_id").is_in(finalised["rollout_id"].implode()))["rollout_id"].n_unique()
-    after_roots = int((calls["mode"] != "text").fill_null(value=True).sum())
-    token_in = int((calls["mode"] == "token_in").sum())
+    after_roots = token_in_rates(calls)["token_in_rate_after_roots"]
     return [
         _tile("rollouts", f"{rollouts:,}", ""),
         _tile("calls", f"{calls.height:,}", ""),
         _tile("calls captured", f"{calls.height - calls['failure_reason'].count():,} of {calls.height:,}", ""),
-        _tile("token_in_rate after roots", f"{token_in / after_roots:.3f}" if after_roots else None, "only roots"),
+        _tile(RATE, _number(after_roots, ".4g"), "only roots"),
         _tile("rollouts without a receipt", f"{without:,}", ""),
         _tile("rollouts valid", f"{campaign['valid_rollouts']:,} of {campaign['rollouts']:,}", ""),
         _tile("reward, mean", f"{rewards.mean():.3f}" if rewards.len() else None, "no valid rollout has one"),
@@ -86,7 +89,17 @@ def _calls(calls: pl.DataFrame) -> list[dict[str, Any]]:
     return [{"how": how, "captured": captured, "calls": count} for (captured, how), count in ordered]
 
 
-def _tiles(campaign: dict[str, Any], last: dict[str, Any], flying: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _after_roots(groups: pl.DataFrame) -> float | None:
+    """The run's rate over all finished groups, as summary and list have it, without a look at every call."""
+    if groups.is_empty() or not {"token_in_calls", "root_calls"} <= set(groups.columns):
+        return None
+    calls, token_in, roots = (int(groups[name].sum()) for name in ("calls", "token_in_calls", "root_calls"))
+    return token_in / (calls - roots) if calls > roots else None
+
+
+def _tiles(
+    campaign: dict[str, Any], last: dict[str, Any], groups: pl.DataFrame, flying: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     running = campaign["state"] == "running"
     idle = "nothing is in flight" if running else _ENDED[campaign["state"]]
     oldest = flying[0] if flying else None
@@ -99,7 +112,7 @@ def _tiles(campaign: dict[str, Any], last: dict[str, Any], flying: list[dict[str
         _tile("groups in flight", f"{len(flying):,}" if running else None, idle),
         _tile("oldest running rollout", f"{oldest['rollout']}, {clock(oldest['age_s'])}" if oldest else None, idle),
         _tile(unit, None if rate is None else f"{rate:,.1f}", missing),
-        _tile("token_in_rate after roots, last step", _number(last.get("token_in_rate_after_roots"), ".3f"), missing),
+        _tile(RATE, _number(_after_roots(groups), ".4g"), "only roots" if groups.height else "no finished group"),
         _tile("reward, last step", _number(last.get("reward_mean"), ".3f"), missing),
         _tile("staleness (versions), last step", _number(last.get("staleness_max"), ",d"), missing),
         _tile("rollouts valid", f"{campaign['valid_rollouts']:,} of {campaign['rollouts']:,}", ""),
@@ -160,7 +173,7 @@ def _last(events: pl.DataFrame, *kinds: str) -> str | None:
         return None
     event = orjson.loads(found["fields"][-1])
     parts = [event.get("rollout_id") or event.get("group_id"), event.get("cause") or event.get("error")]
-    detail = event.get("detail") or event.get("message")
+    detail = in_words(event.get("detail")) or event.get("message")
     return f"{found['kind'][-1]}: {' '.join(str(p) for p in parts if p)}{f', {detail}' if detail else ''}"
 
 

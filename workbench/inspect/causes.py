@@ -1,10 +1,14 @@
-"""Causes: the vocabulary's one line about a cause, wherever a view names one."""
+"""Causes: the vocabulary's one line about a cause or a witness, wherever a view names one."""
 
 from __future__ import annotations
 
+import re
+
 from workbench.wire import Cause
+from workbench.wire.causes import REASONS
 
 _CAUSES = {cause.value: cause for cause in Cause}
+_CODE = re.compile(r"[a-z_]+(?=$|[=\[])")
 
 
 def is_known(cause: str | None) -> bool:
@@ -21,3 +25,22 @@ def explain(cause: str) -> str:
 def explain_failure(reason: str, detail: str | None) -> str:
     """The line for a call that left no tokens: its detail's where that is a cause itself, which says more."""
     return explain(detail if detail is not None and is_known(detail) else reason)
+
+
+def in_words(detail: str | None, cause: str | None = None) -> str:
+    """A rollout's detail for a reader: behind each code what it means, in brackets; a sentence stays as it is.
+
+    Codes are causes and what the witnesses said; several are joined by commas, and may bring something of their own
+    along: `no_content_match,witness_disagreement[response_id=…;content=…]`. A `cause` that is said beside it
+    is left out.
+    """
+    parts = []
+    for part in (detail or "").split(","):
+        if part == cause:
+            continue
+        code = _CODE.match(part)
+        words = None if code is None else REASONS.get(code[0]) or (explain(code[0]) if is_known(code[0]) else None)
+        if words is None:
+            return detail or ""
+        parts.append(f"{part} ({words[0].lower()}{words[1:].rstrip('.')})")
+    return ", ".join(parts)

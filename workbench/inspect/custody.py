@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import polars as pl
 
-from workbench.inspect.causes import explain
+from workbench.inspect.causes import explain, in_words
 from workbench.inspect.ids import short_id
 
 State = Literal["verified", "rejected", "open", "unknown"]
@@ -99,12 +99,23 @@ def trained_words(rollout: dict[str, Any]) -> str:
     return "no step has trained it" if step is None else f"trained in step {step}"
 
 
+def standing(rollout: dict[str, Any]) -> str:
+    """What became of a rollout, for a headline or a list."""
+    if rollout.get("cause"):
+        return f"rejected: {rollout['cause']}"
+    if rollout.get("verified"):
+        return f"verified, {trained_words(rollout)}"
+    if rollout.get("terminal_selection"):
+        return f"terminal by {rollout['terminal_selection']}, not verified"
+    return "token echo, not verified" if rollout.get("sample_mask") == 1 else "not finalised"
+
+
 def rejection(rollout: dict[str, Any]) -> str:
     """Why a rollout was thrown away: cause, call, token position, detail."""
     place = f" at call {short_id(rollout['call_id'], rollout['rollout_id'])}" if rollout.get("call_id") else ""
     place += f", token {rollout['position']:,}" if rollout.get("position") is not None else ""
-    detail = f": {rollout['detail']}" if rollout.get("detail") else ""
-    return f"rejected, {rollout['cause']}{place}{detail}"
+    detail = in_words(rollout.get("detail"), rollout["cause"])
+    return f"rejected, {rollout['cause']}{place}{detail and f': {detail}'}"
 
 
 def _digest(rollout: dict[str, Any] | None, calls: pl.DataFrame | None) -> str | None:

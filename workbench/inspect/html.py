@@ -6,11 +6,13 @@ Colours are chosen to be read on light and on dark pages: text keeps the page's 
 from __future__ import annotations
 
 import html as _html
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 _FONT = "font-family:ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace"
 _CELL = "padding:3px 10px 3px 0;text-align:left;vertical-align:top;border:none"
+_WHOLE = re.compile(r"\|\w+\|")  # a browser breaks a line behind each bar
 _PROSE_CH = 24
 _RIGHT = "padding:3px 10px 3px 0;text-align:right;vertical-align:top;border:none;font-variant-numeric:tabular-nums"
 
@@ -35,7 +37,8 @@ def escape(text: object) -> str:
 def line(text: str, *, muted: bool = False, strong: bool = False) -> str:
     """One paragraph of plain text."""
     style = "margin:4px 0;font-size:13px" + (";opacity:.7" if muted else "")
-    body = f"<b>{escape(text)}</b>" if strong else escape(text)
+    body = _WHOLE.sub(r'<span style="white-space:nowrap">\g<0></span>', escape(text))
+    body = f"<b>{body}</b>" if strong else body
     return f'<div style="{style}">{body}</div>'
 
 
@@ -53,17 +56,22 @@ def _head(name: str) -> str:
     return f'<th style="{_CELL};border-bottom:1px solid rgba(128,128,128,.5){whole}">{escape(name)}</th>'
 
 
+def _breakable(text: str) -> str:
+    """A long name may go on in a second line behind an underscore, where its column is narrow."""
+    return escape(text).replace("_", "_<wbr>") if len(text) > _PROSE_CH and " " not in text else escape(text)
+
+
 def _own_width(*lines: str) -> str:
     """On a narrow page a table scrolls; squeezed, its sentences would be a word a line, and names end at a hyphen."""
-    if max(map(len, lines)) > _PROSE_CH:
-        return f";min-width:{_PROSE_CH}ch"
+    if max(map(len, lines)) > _PROSE_CH and any(" " in line for line in lines):
+        return f";min-width:min({_PROSE_CH}ch,30vw)"
     return ";white-space:nowrap" if any("-" in line[1:] and " " not in line for line in lines) else ""
 
 
 def _cell(cell: Cell | str) -> str:
     if isinstance(cell, str):
-        return f'<td style="{_CELL}{_own_width(cell)}">{escape(cell)}</td>'
-    body = escape(cell.text)
+        return f'<td style="{_CELL}{_own_width(cell)}">{_breakable(cell)}</td>'
+    body = _breakable(cell.text)
     if cell.strong:
         body = f"<b>{body}</b>"
     if cell.under:

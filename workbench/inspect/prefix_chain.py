@@ -19,7 +19,7 @@ from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
 from workbench.inspect.chain_columns import chain_columns
 from workbench.inspect.chain_picture import BAND, draw_chain
-from workbench.inspect.custody import RELATION_WORDS, custody_of, rollout_row, trained_words
+from workbench.inspect.custody import RELATION_WORDS, custody_of, rollout_row, standing
 from workbench.inspect.ids import check_counts, check_rollout_id, check_source, short_id
 from workbench.inspect.layout import Place, place_calls
 from workbench.inspect.snapshot import LiveView
@@ -298,12 +298,4 @@ def _verdict(rollout: dict[str, Any] | None) -> list[str]:
     parts = []
     if rollout.get("reward") is not None:
         parts.append(f"reward {rollout['reward']:g}")
-    if rollout.get("cause"):
-        parts.append(f"rejected: {rollout['cause']}")
-    elif rollout.get("verified"):
-        parts.append(f"verified, {trained_words(rollout)}")
-    elif rollout.get("terminal_selection"):
-        parts.append(f"terminal by {rollout['terminal_selection']}, not verified")
-    else:
-        parts.append("token echo, not verified" if rollout.get("sample_mask") == 1 else "not finalised")
-    return parts
+    return [*parts, standing(rollout)]

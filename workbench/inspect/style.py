@@ -1,8 +1,9 @@
 """Style: one look for every picture, the same pixels at every run.
 
-A picture is as wide as a phone or half a screen shows whole, because no notebook can draw it anew for a narrower page:
-front ends scale it down, and at 440 px its smallest words (SMALL) are still nine pixels high. So panels stand under one
-another, and legends under their title.
+A picture is a card of light paper with round corners, transparent outside of them: it has one set of pixels, and the
+page under it may be dark. It is as wide as a phone or half a screen shows whole, because no notebook can draw it anew
+for a narrower page: front ends scale it down, and at 440 px its smallest words (SMALL) are still nine pixels high. So
+panels stand under one another, and legends under their title.
 
 Blue is the terminal chain, and whatever is said of a whole run; orange is what the policy sampled, grey is context;
 each colour has a second channel beside it (hatch, line weight, marker, underline), so nothing is said by hue alone. Agg
@@ -20,6 +21,8 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patches import FancyBboxPatch
 
 INK = "#1f2933"
 MUTED = "#7b8794"
@@ -37,6 +40,8 @@ HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "++")
 DPI = 180
 DISPLAY_WIDTH_PX = 640
 FIGURE_WIDTH_IN = 5.8
+_PAD_IN = 0.1
+"""Between the edge of the card and what is drawn on it."""
 SMALL = 8.5
 """Points of the smallest words."""
 
@@ -71,15 +76,31 @@ def house_style() -> Iterator[None]:
 
 def new_figure(height_in: float) -> Figure:
     """An empty figure of notebook width and the given height (inches)."""
-    figure = Figure(figsize=(FIGURE_WIDTH_IN, height_in), dpi=DPI, facecolor=PAPER)
+    figure = Figure(figsize=(FIGURE_WIDTH_IN, height_in), dpi=DPI)
     FigureCanvasAgg(figure)
+    _lay_card(figure)
     return figure
+
+
+def _lay_card(figure: Figure) -> None:
+    """The paper under everything: light, with round corners and a quiet edge."""
+    width, height = figure.get_size_inches()
+    paper = FancyBboxPatch(
+        (0.01, 0.01), width - 0.02, height - 0.02, boxstyle="round,pad=0,rounding_size=0.07", facecolor=PAPER,
+        edgecolor=FAINT, lw=0.8, transform=figure.dpi_scale_trans, zorder=-10,
+    )  # fmt: skip
+    figure.patch.set_alpha(0.0)
+    figure.add_artist(paper)
+    paper.set_in_layout(False)
 
 
 def panels(height_in: float, rows: int = 1, columns: int = 1, **grid: Any) -> tuple[Figure, list[Axes]]:
     """A figure of `rows` × `columns` panels, axes in reading order, with a quiet horizontal grid."""
-    figure = Figure(figsize=(FIGURE_WIDTH_IN, height_in), dpi=DPI, facecolor=PAPER, layout="constrained")
+    figure = Figure(
+        figsize=(FIGURE_WIDTH_IN, height_in), dpi=DPI, layout=ConstrainedLayoutEngine(w_pad=_PAD_IN, h_pad=_PAD_IN)
+    )
     FigureCanvasAgg(figure)
+    _lay_card(figure)
     axes = list(figure.subplots(rows, columns, squeeze=False, gridspec_kw=grid or None).flat)
     for ax in axes:
         ax.grid(axis="y", linewidth=0.8)

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from workbench.inspect import html as markup
-from workbench.inspect.causes import explain, explain_failure
+from workbench.inspect.causes import explain, explain_failure, in_words
 from workbench.inspect.ids import short_id
 from workbench.inspect.snapshot import LiveView
 from workbench.inspect.style import bar_list, panels, say_nothing_to_show
@@ -165,14 +165,14 @@ class PoisonTable(LiveView):
         parts = (None if item is None else f"item {item} (from 0)", row["near_path"])
         return [
             markup.Cell(row["cause"] or "–", strong=True),
-            markup.Cell(row["rollout_id"], under=f"call {short_id(row['model_call_id'], row['rollout_id'])}"),
+            markup.Cell(row["rollout_id"], under=f"call\u00a0{short_id(row['model_call_id'], row['rollout_id'])}"),
             markup.Cell(
                 "–" if near is None else f"call {short_id(near, row['rollout_id'])}",
                 under=", ".join(part for part in parts if part),
             ),
             row["near_was"] if row["near_was"] is not None else "–",
             row["near_came"] if row["near_came"] is not None else "–",
-            "–" if token is None else f"{token} (id {row['token_id']})",
+            "–" if token is None else f"{token} (id\u00a0{row['token_id']})",
         ]
 
     def make_live(self) -> PoisonAndChain:
@@ -182,7 +182,7 @@ class PoisonTable(LiveView):
 
     def _cause_row(self, row: dict[str, Any]) -> list[markup.Cell | str]:
         first, last = row["first_step"], row["last_step"]
-        where = place_of(row["call_id"], row["position"], row["example"]).removeprefix("–")
+        where = place_of(row["call_id"], row["position"], row["example"]).removeprefix("–").replace(" ", "\u00a0", 1)
         steps = "–" if first is None else str(first) if first == last else f"{first}–{last}"
         more = row["details"] > 1
         others = markup.count(row["details"] - 1, "other detail")
@@ -192,7 +192,9 @@ class PoisonTable(LiveView):
             markup.Cell(f"{row['rollouts'] / self.total:.1%}", right=True),
             steps,
             markup.Cell(row["example"], under=where),
-            markup.Cell(row["detail"] or "", muted=True, under=f"and {others}; all: .rejected" if more else ""),
+            markup.Cell(
+                in_words(row["detail"], row["cause"]), muted=True, under=f"and {others}; all: .rejected" if more else ""
+            ),
         ]
 
     @staticmethod

@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from workbench.inspect.live.strip import StripWidget
 
 _SPECIAL = "border:1px solid rgba(128,128,128,.7);border-radius:3px;padding:0 2px;font-size:11px;opacity:.85"
-_FLAGGED = "border:2px dashed #8a1c4a;border-radius:3px;padding:0 2px;font-weight:700;font-size:11px"
+_FLAGGED = "border:2px dashed currentColor;border-radius:3px;padding:0 2px;font-weight:700;font-size:11px"
 _BYTES = "background:rgba(138,28,74,.18);border-radius:2px"
 _SAMPLED = (
     f"text-decoration-color:{SAMPLED};text-decoration-thickness:2px;text-underline-offset:3px;"
     "background:rgba(232,135,43,.13)"
 )
-_MARKED = "border:3px double #8a1c4a;border-radius:3px;padding:0 2px"
+_MARKED = "border:3px double currentColor;border-radius:3px;padding:0 2px"
 _BODY = (
     "font-family:ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace;font-size:12.5px;line-height:1.9;"
     "white-space:pre-wrap;overflow-wrap:anywhere;border:1px solid rgba(128,128,128,.35);border-radius:6px;"

@@ -208,3 +208,21 @@ class Cause(StrEnum):
         ROUTES,
         "No rollout of the group tells how many layers and experts there are.",
     )
+
+
+REASONS = {
+    "declared_terminal_not_captured": "The harness declared a last response id that no captured call has.",
+    "declared_ambiguous": "The declared id belongs to calls with different tokens.",
+    "no_response_object": "The agent left no response as it was served, so nothing could be compared.",
+    "response_has_no_id": "The response that the agent left has no id.",
+    "response_id_no_match": "No captured call was served under the response's id.",
+    "response_id_ambiguous": "Several calls with different tokens were served under the response's id.",
+    "response_has_no_output": "The response that the agent left has no items to compare.",
+    "response_output_unfingerprintable": "The response's items are not of a form that can be compared.",
+    "no_model_authored_output": "No item of the response is the model's.",
+    "no_content_match": "No captured call was answered with the response's content.",
+    "content_ambiguous": "Several calls with different tokens were answered with the response's content.",
+    "witness_disagreement": "Response id, content or declaration name calls with different tokens; in brackets: which.",
+    "corroborated_by": "These witnesses name the same tokens as the one that was followed.",
+}
+"""What a part of a `terminal_attribution_reason` means: why nobody, or who, named the last call; joined by commas."""

@@ -49,11 +49,12 @@ def report(run_dir: Path) -> None:
 @RUN
 @click.argument("rollout", required=False)
 def inspect(run_dir: Path, rollout: str | None) -> None:
-    """Describe a run, or one rollout of it: calls, chain, custody.
+    """List a run's rollouts, or show one: calls, chain, custody.
 
     RUN may also be a directory of ledgers, as a NeMo Gym run leaves one.
     """
     from workbench import runs
+    from workbench.campaign.listing import rollout_lines
     from workbench.runs.damage import in_short
 
     stored = runs.open_any(run_dir)
@@ -62,6 +63,11 @@ def inspect(run_dir: Path, rollout: str | None) -> None:
         click.echo(repr(stored).removesuffix(in_short(damage, stored.path)))
         for words in damage[:_SHOWN]:
             say(f"  left out: {words}", 4)
+        lines = rollout_lines(stored, _SHOWN)
+        for line in lines:
+            say(line, 4)
+        if lines:
+            click.echo(f"Next: workbench inspect {run_dir} {lines[1].split()[0]}")
         return
     from workbench.inspect import PrefixChain
     from workbench.runs.drift import drift_frame, sentences

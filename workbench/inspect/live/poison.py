@@ -8,7 +8,7 @@ import ipywidgets
 import traitlets as t
 
 from workbench.errors import WorkbenchError
-from workbench.inspect.causes import explain, explain_failure
+from workbench.inspect.causes import explain, explain_failure, in_words
 from workbench.inspect.live.chain import ChainAndTokens
 from workbench.inspect.live.widget import LiveWidget, module
 from workbench.inspect.prefix_chain import PrefixChain
@@ -44,7 +44,9 @@ class PoisonWidget(LiveWidget):
             for row in table.causes.to_dicts()
         ]
         rollouts = [
-            row | {"where": place_of(row["call_id"], row["position"], row["rollout_id"])}
+            row
+            | {"where": place_of(row["call_id"], row["position"], row["rollout_id"])}
+            | {"detail": in_words(row["detail"], row["cause"]) or None}
             for row in table.rejected.head(MOST_ROLLOUTS).to_dicts()
         ]
         failures = [

@@ -34,7 +34,7 @@ function buildBoard(shell) {
   ], { page: 6 });
   const calls = new Table(shell, [["call", (row) => row.how], ["calls", (row) => row.calls.toLocaleString("en-US"), "n"]], { page: 12 });
   const names = ["reward_mean", "token_in_rate_after_roots", "valid_row_rate", "staleness_max"];
-  const words = { reward_mean: "reward by step", token_in_rate_after_roots: "token_in rate after roots", valid_row_rate: "valid rows / rows", staleness_max: "staleness (versions)" };
+  const words = { reward_mean: "reward by step", token_in_rate_after_roots: "token_in_rate after roots, by step", valid_row_rate: "valid rows / rows", staleness_max: "staleness (versions)" };
   let asked = 0, answered = 0, first = 0, timer = null;
 
   function show() {

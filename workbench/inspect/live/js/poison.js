@@ -27,7 +27,7 @@ function buildPoison(shell) {
   const rollouts = new Table(shell, [
     ["rollout", (row) => row.rollout_id], ["step", (row) => (row.step === null ? null : String(row.step)), "n"], ["where", (row) => row.where],
     ["detail", (row) => row.detail], ["nearest call", (row) => row.near_call_id && row.near_call_id.slice(0, 8)],
-    ["first differing item (from 0)", (row) => (row.near_item === null ? null : String(row.near_item)), "n"], ["what differs", (row) => row.drift],
+    ["what differs", (row) => row.drift],
   ], { page: 8, onRow: (k) => shell.send("chosen", rollouts.rows[k].rollout_id) });
   const drift = new Table(shell, [
     ["drift", (row) => row.cause], ["rollout", (row) => row.rollout_id], ["call", (row) => row.model_call_id.slice(0, 8)],
@@ -59,7 +59,7 @@ function buildPoison(shell) {
 
   function chooseCause(name) {
     cause = name;
-    meaning.textContent = name ? `${name}: ${model.get("causes").find((row) => row.cause === name).meaning}` : "";
+    meaning.textContent = name ? `${name}: ${model.get("causes").find((row) => row.cause === name).meaning}` : "choose a cause to see its rollouts alone";
     filter();
   }
 
@@ -84,6 +84,7 @@ function buildPoison(shell) {
   shell.body.append(h("div", { class: "wb-legend" }, h("span", { text: "hatched bar: share of all rollouts" }), h("span", { text: "? keys" })));
   shell.listen(search, "input", filter);
   shell.model.on("msg:custom", shell.guard((message) => { note.textContent = message.note ?? ""; }));
+  chooseCause(null);
   shell.bind([
     ["j", "next cause", () => causes.move(1)],
     ["k", "previous cause", () => causes.move(-1)],
@@ -94,5 +95,4 @@ function buildPoison(shell) {
     ["d", "next call that left no tokens", () => failures.move(1)],
     ["/", "find a rollout", () => search.focus()],
   ]);
-  filter();
 }

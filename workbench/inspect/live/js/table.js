@@ -60,8 +60,10 @@ export class Table {
       const index = this.start + k;
       return h("tr", { "data-row": index, class: index === this.at ? "at" : "" }, ...this.columns.map(([, cell, look]) => {
         const value = cell(row);
-        const long = typeof value === "string" && value.length > PROSE ? " long" : "";
-        return h("td", { class: `${look ?? ""}${long}` }, ...(value === null || value === undefined ? ["–"] : [value]));
+        const wide = typeof value === "string" && value.length > PROSE;
+        const name = wide && !value.includes(" ");
+        const parts = name ? breakable(value) : [value ?? "–"];
+        return h("td", { class: `${look ?? ""}${wide && !name ? " long" : ""}` }, ...parts);
       }));
     }));
     const paged = this.rows.length > this.page;
@@ -72,4 +74,9 @@ export class Table {
     this.note.textContent = this.total > stop - this.start
       ? `showing ${this.start + 1} to ${stop} of ${this.total.toLocaleString("en-US")}${rest}` : "";
   }
+}
+
+/** A long name as parts that may go on in a second line behind an underscore. */
+function breakable(name) {
+  return name.split(/(?<=_)/).flatMap((part, k) => (k ? [h("wbr"), part] : [part]));
 }
