@@ -8,7 +8,7 @@ import pytest
 from capture.splicing import Chat, parsed
 
 from workbench.capture.prefix import PrefixStore
-from workbench.capture.splice import LONG_TAIL_CHARS, Splicer, TurnBoundary, mark_last_assistant_turn
+from workbench.capture.splice import LONG_TAIL_CHARS, Splicer, Tail, TurnBoundary, mark_last_assistant_turn
 from workbench.capture.transport import TaggedCall
 from workbench.errors import DeadlineExceeded, SpliceError
 from workbench.serving.scripted import ChatParams, ScriptedRenderer
@@ -288,9 +288,9 @@ def test_a_tail_that_does_not_begin_with_the_sampled_end_is_refused() -> None:
     chat = Chat("chatml")
     boundary = TurnBoundary(chat.tokenizer, chat.stops)
     end = chat.tokenizer.eos_token
-    assert boundary.tail_ids(f"{end}\nand", chat.end) == chat.encode(f"{end}\nand")[1:]
+    assert boundary.tail_ids(Tail(f"{end}\nand", chat.end)) == chat.encode(f"{end}\nand")[1:]
     with pytest.raises(SpliceError, match="does not begin with the sampled end of turn"):
-        boundary.tail_ids("and", chat.end)
+        boundary.tail_ids(Tail("and", chat.end))
 
 
 def test_a_tokenizer_without_control_tokens_encodes_text_as_it_stands() -> None:

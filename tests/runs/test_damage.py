@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -97,5 +98,5 @@ def test_log_probs_without_a_damaged_part_say_so(tmp_path):
         part.write_bytes(part.read_bytes()[:-3])
         view = LogprobDelta(runs.open(path))
         assert f"damaged part{'s' if step > 1 else ''} LEFT OUT (train/step-1.parquet" in view.sentence()
-        assert view.sentence() in view.html()
+        assert view.sentence() in re.sub("<[^>]*>", "", view.html())
     assert "its end is missing, or it is no Parquet file" in runs.open(path).damage[0]

@@ -86,6 +86,7 @@ class CapturingEngine(GatedEngine):
         params = requested.clone()
         for name, value in self._pins.pinned().items():
             came = getattr(params, name, value)
+            # Unset is spelled None or 0, and of top_k -1 as well: none of these is another value than the rest.
             if (came or None) != (value or None) and not (name == "top_k" and came in (0, -1) and value in (0, -1)):
                 self.overrides[name] += 1
             setattr(params, name, value)

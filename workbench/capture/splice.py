@@ -19,7 +19,7 @@ import dataclasses
 import secrets
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import orjson
 
@@ -83,10 +83,20 @@ def mark_last_assistant_turn(messages: Messages, *, with_text: bool = False) -> 
     return MarkedTurn(marked, index, content_sentinel, call_sentinel)
 
 
+class Tail(NamedTuple):
+    """What a prompt goes on with behind the parent's ids: `text` to be tokenised, without the id at its front that the
+    model has sampled already (the end of its turn), where it begins with one."""
+
+    text: str
+    sampled_id: int | None = None
+
+
 class TurnBoundary:
     """Cuts a rendering at the end of the last assistant turn, for one tokenizer.
 
-    `stop_token_ids` are the ids that end a turn when the model samples them (its end-of-sequence ids).
+    `stop_token_ids` are the ids that end a turn when the model samples them (its end-of-sequence ids). Below, `after`
+    is the rendering behind the sentinel, `closing` the same where nothing follows the turn, and `last_id` the last id
+    that the parent call ran: the end of the turn, unless the turn was cut.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop_token_ids: Iterable[int]) -> None:
@@ -114,17 +124,11 @@ class TurnBoundary:
                 return ids
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def tail_after_text(self, after: str, last_id: int) -> tuple[str, int | None]:
-        """The tail's text for a turn that ends in its content, given the rendering `after` the sentinel.
-
-        `last_id` is the last id that the parent call ran. Returns the text to tokenise and, where that text begins with
-        the sampled end of turn, the id to leave out at its front.
-        """
+    def tail_after_text(self, after: str, last_id: int) -> Tail:
+        """The tail of a turn that ends in its content."""
         end = self._added.get(last_id)
         rest = after.lstrip()
-        if end is not None and rest.startswith(end):
-            return rest, last_id
-        return after, None
+        return Tail(rest, last_id) if end is not None and rest.startswith(end) else Tail(after)
 
     def writes_more(self, after: str, last_id: int) -> bool:
         """Whether the model ended the turn by `last_id`, and other text than that or another token comes first."""
@@ -134,8 +138,8 @@ class TurnBoundary:
     def check_text_closing(self, closing: str, last_id: int) -> None:
         """Refuse a turn that the model ended where its template writes more before that end.
 
-        `closing` is what closes the turn when nothing follows it. Raises `SpliceError`: with the tail after the content
-        the end would stand twice, with the tail after the end the template's own words would be missing.
+        Raises `SpliceError`: with the tail after the content the end would stand twice, with the tail after the end the
+        template's own words would be missing.
         """
         end = self._added[last_id]
         if end in closing:
@@ -143,27 +147,25 @@ class TurnBoundary:
                 f"The template writes {closing[: closing.index(end)][:40]!r} between a turn's text and its end."
             )
 
-    def tail_after_call(self, after: str, closing: str, last_id: int) -> tuple[str, int | None]:
-        """The same for a turn that ends in a tool call; `closing` is what closes that turn when nothing follows it.
+    def tail_after_call(self, after: str, closing: str, last_id: int) -> Tail:
+        """The tail of a turn that ends in a tool call.
 
         The rest of the call (quotes, braces) was sampled by the model, so the tail begins at the end of turn: the one
         in `closing`, or the delimiter of the next message where that is what ends a turn. Raises `SpliceError` when
         there is neither.
         """
         end = self._added.get(last_id)
-        if end is not None and end in closing:
-            marker: str | None = end
-        else:
-            marker = min((text for text in self._stop_texts if text in closing), key=closing.index, default=None)
-        if marker is None:
+        ends = [end] if end is not None and end in closing else [text for text in self._stop_texts if text in closing]
+        if not ends:
             return self._tail_after_open_call(after, closing, last_id)
+        marker = min(ends, key=closing.index)
         start = closing.index(marker)
         upto = start + len(marker)
         if after[:upto] != closing[:upto]:
             raise SpliceError("The template closes the tool-call turn differently once other messages follow it.")
-        return after[start:], last_id if marker == end else None
+        return Tail(after[start:], last_id if marker == end else None)
 
-    def _tail_after_open_call(self, after: str, closing: str, last_id: int) -> tuple[str, int | None]:
+    def _tail_after_open_call(self, after: str, closing: str, last_id: int) -> Tail:
         """A template that ends no turn by itself: the next message's delimiter does."""
         tail = after[len(closing) :].lstrip() if after.startswith(closing) else ""
         if not tail.startswith(tuple(self._stop_texts)):
@@ -171,15 +173,17 @@ class TurnBoundary:
                 f"The template ends a tool-call turn with {closing[-40:]!r}, without an end-of-turn token."
             )
         end = self._added.get(last_id)
-        return tail, last_id if end is not None and tail.startswith(end) else None
+        return Tail(tail, last_id if end is not None and tail.startswith(end) else None)
 
-    def tail_ids(self, text: str, drop_first: int | None) -> list[int]:
-        """Ids of the tail's text, without the sampled end of turn that it may begin with."""
-        ids = self.encode(text)
-        if drop_first is None:
+    def tail_ids(self, tail: Tail) -> list[int]:
+        """The ids that follow the parent's."""
+        ids = self.encode(tail.text)
+        if tail.sampled_id is None:
             return ids
-        if not ids or ids[0] != drop_first:
-            raise SpliceError(f"The tail {text[:40]!r} does not begin with the sampled end of turn, id {drop_first}.")
+        if not ids or ids[0] != tail.sampled_id:
+            raise SpliceError(
+                f"The tail {tail.text[:40]!r} does not begin with the sampled end of turn, id {tail.sampled_id}."
+            )
         return ids[1:]
 
 
@@ -255,17 +259,17 @@ class Splicer:
             closing = await self._closing(marked, marked.call_sentinel or "", params, render)
             if closing is None:
                 raise SpliceError("The template leaves out a final tool-call turn, so its end cannot be found.")
-            text, drop = self._boundary.tail_after_call(after_call, closing, last_id)
+            tail = self._boundary.tail_after_call(after_call, closing, last_id)
         elif after_content is not None:
-            text, drop = self._boundary.tail_after_text(after_content, last_id)
-            if drop is None and self._boundary.writes_more(after_content, last_id):
+            tail = self._boundary.tail_after_text(after_content, last_id)
+            if tail.sampled_id is None and self._boundary.writes_more(after_content, last_id):
                 closing = await self._closing(marked, marked.content_sentinel or "", params, render)
                 self._boundary.check_text_closing(closing or "", last_id)
         else:
             raise SpliceError("The template does not render the last assistant turn, so its end cannot be found.")
-        if len(text) <= LONG_TAIL_CHARS:
-            return self._boundary.tail_ids(text, drop)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._boundary.tail_ids, text, drop)
+        if len(tail.text) <= LONG_TAIL_CHARS:
+            return self._boundary.tail_ids(tail)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, self._boundary.tail_ids, tail)
 
     async def _closing(self, marked: MarkedTurn, sentinel: str, params: Any, render: Render) -> str | None:
         """What closes the marked turn when nothing follows it; None when the template then leaves the turn out."""

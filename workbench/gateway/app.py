@@ -36,8 +36,9 @@ from workbench.gateway.dialects import DIALECTS
 from workbench.gateway.exchange import Exchange
 from workbench.gateway.metrics import Metrics
 from workbench.gateway.pins import Pinned, pin
+from workbench.gateway.recording import Recording
 from workbench.gateway.refusals import Refused, refusal_of, stopping
-from workbench.gateway.retries import Recording, Retries
+from workbench.gateway.retries import Retries
 from workbench.gateway.settings import GatewaySettings
 from workbench.gateway.upstream import Upstream
 from workbench.ledger import LedgerStore

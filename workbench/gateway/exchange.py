@@ -23,8 +23,8 @@ from workbench.errors import LedgerError
 from workbench.gateway.custody import Call, Custodian
 from workbench.gateway.delivery import JSON, SSE, Head
 from workbench.gateway.metrics import Metrics
+from workbench.gateway.recording import Recording
 from workbench.gateway.refusals import Refused, from_worker, stopping
-from workbench.gateway.retries import Recording
 from workbench.gateway.sse import Frame, frames
 from workbench.gateway.upstream import Upstream
 from workbench.wire import Cause

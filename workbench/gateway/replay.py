@@ -87,6 +87,10 @@ class ReplayLog:
                 append(line if key is None else line | {"key": key}, durable=False)
             return known
 
+    def settled(self, call_id: str) -> None:
+        """This process has seen that the call has its ledger row. Waits for nothing and writes nothing."""
+        self.unsettled.pop(call_id, None)
+
     def content_left(self, call_id: str) -> None:
         self._note("content", call_id)
 

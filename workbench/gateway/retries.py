@@ -19,7 +19,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import orjson
@@ -30,48 +30,20 @@ from workbench.gateway.asked import Asked
 from workbench.gateway.custody import Call, Custodian
 from workbench.gateway.delivery import SSE, Head
 from workbench.gateway.dialects import Dialect
+from workbench.gateway.exchange import Exchange
 from workbench.gateway.metrics import Metrics
 from workbench.gateway.presence import Presence
+from workbench.gateway.recording import Recording
 from workbench.gateway.refusals import Refused, stopping
 from workbench.gateway.replay import LOG_SUFFIX, Answer, Known, ReplayLog
 from workbench.gateway.sse import split
 from workbench.ledger import Admitted, Resolution
 from workbench.wire import Cause, RolloutManifest, check_rollout_id
 
-if TYPE_CHECKING:
-    from workbench.gateway.exchange import Exchange
-
 logger = logging.getLogger(__name__)
 
 OPEN_LOGS = 1024
 POLL_S = 0.05
-
-
-class Recording:
-    """One call's lines in the replay log, written as its exchange goes on."""
-
-    def __init__(self, log: ReplayLog, call_id: str, custodian: Custodian) -> None:
-        self._log, self._call_id, self._custodian = log, call_id, custodian
-
-    async def content_left(self) -> None:
-        await self._custodian.off_loop(self._log.content_left, self._call_id)
-
-    async def answered(self, call: Call, media_type: str, raw: bytes) -> None:
-        admitted = call.admitted
-        answer = Answer(
-            media_type,
-            captured=admitted.admission is not None,
-            parent=admitted.resolution.parent,
-            admitted_at=call.admitted_at,
-            compaction_of=admitted.compaction_of,
-        )
-        await self._custodian.off_loop(self._log.answered, self._call_id, answer, raw)
-
-    async def ended(self) -> None:
-        await self._custodian.off_loop(self._log.ended, self._call_id)
-
-    def settled(self) -> None:
-        self._log.unsettled.pop(self._call_id, None)
 
 
 @dataclass(frozen=True)
@@ -86,7 +58,7 @@ class Stored:
         return Head(200, self.media_type, self.raw)
 
 
-Begin = Callable[[str, Recording], Awaitable["Exchange"]]
+Begin = Callable[[str, Recording], Awaitable[Exchange]]
 """(call id, its recording) → an exchange that was admitted and has not run yet."""
 
 
@@ -208,7 +180,8 @@ class Retries:
             exchange = await asyncio.shield(running)
             if exchange.failed:
                 # Told to others, and about to be noted.
-                await asyncio.wait([task for task in (self._tasks.get(known.call_id),) if task] or [running])
+                if (task := self._tasks.get(known.call_id)) is not None:
+                    await asyncio.wait([task])
                 return None
             self._metrics.repeated.labels("joined").inc()
             return exchange
@@ -239,13 +212,7 @@ class Retries:
         if known.call_id not in log.unsettled or self._alive(known):
             return
         if not await self._custodian.off_loop(self._has_row, asked.rollout_id, known.call_id):
-            admitted = Admitted(None, Resolution("unresolved"))
-            if answer.captured:
-                admission = await self._custodian.off_loop(
-                    self._custodian.store.readmit, asked.rollout_id, known.call_id, answer.parent
-                )
-                resolution = Resolution("resolved" if answer.parent else "root", answer.parent)
-                admitted = Admitted(admission, resolution, compaction_of=answer.compaction_of)
+            admitted = await self._custodian.off_loop(self._admitted, asked.rollout_id, known.call_id, answer)
             call = Call(
                 asked.rollout_id,
                 known.call_id,
@@ -258,7 +225,15 @@ class Retries:
                 asked.stored_input,
             )
             await self._custodian.settle(call, _served(asked.dialect, answer.media_type, raw))
-        log.unsettled.pop(known.call_id, None)
+        log.settled(known.call_id)
+
+    def _admitted(self, rollout_id: str, call_id: str, answer: Answer) -> Admitted:
+        """What a call of which only the answer is known was admitted with."""
+        if not answer.captured:
+            return Admitted(None, Resolution("unresolved"))
+        admission = self._custodian.store.readmit(rollout_id, call_id, answer.parent)
+        resolution = Resolution("resolved" if answer.parent else "root", answer.parent)
+        return Admitted(admission, resolution, compaction_of=answer.compaction_of)
 
     def _has_row(self, rollout_id: str, call_id: str) -> bool:
         store = self._custodian.store
@@ -285,7 +260,7 @@ class Retries:
                 if known.state == "running":
                     log.lost(known.call_id)
                 # Another gateway may have served it meanwhile, and its line was read with the one before.
-                log.unsettled.pop(known.call_id, None)
+                log.settled(known.call_id)
 
     def _write_lost(self, rollout_id: str, known: Known) -> None:
         reason = (

@@ -35,7 +35,6 @@ SAMPLED = "#e8872b"
 REJECTED = "#8a1c4a"
 SERIES = ("#1f5fa8", "#e8872b", "#3f8f6b", "#8a1c4a", "#6b5b95", "#7b8794")
 MARKERS = ("o", "s", "^", "D", "v", "P")
-HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "++")
 
 DPI = 180
 DISPLAY_WIDTH_PX = 640

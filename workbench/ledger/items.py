@@ -190,22 +190,10 @@ def _leaves(item: Mapping[str, Any]) -> Iterator[tuple[LeafKind, str, Any]]:
                     yield "content", f"content[{index}].text", text
             else:
                 yield "content", f"content[{index}]", part
-    if item.get("type") == "function_call":
-        yield "call", "call_id", item.get("call_id") or item.get("id")
-        yield "call", "name", item.get("name")
-        yield "call", "arguments", _arguments(item.get("arguments"))
-    for index, block in _blocks(item):
-        if block.get("type") == "tool_use":
-            yield "call", f"content[{index}].id", block.get("id")
-            yield "call", f"content[{index}].name", block.get("name")
-            yield "call", f"content[{index}].input", _arguments(block.get("input"))
-    calls = item.get("tool_calls")
-    for index, call in enumerate(calls if isinstance(calls, list) else ()):
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if isinstance(function, Mapping):
-            yield "call", f"tool_calls[{index}].id", call.get("id")
-            yield "call", f"tool_calls[{index}].function.name", function.get("name")
-            yield "call", f"tool_calls[{index}].function.arguments", _arguments(function.get("arguments"))
+    for call_id, name, arguments in _calls(item):
+        yield "call", *call_id
+        yield "call", *name
+        yield "call", arguments.path, _arguments(arguments.value)
     if item.get("type") == "function_call_output":
         yield "result", "call_id", item.get("call_id") or item.get("id")
         yield "result", "output", item.get("output")
@@ -215,6 +203,31 @@ def _leaves(item: Mapping[str, Any]) -> Iterator[tuple[LeafKind, str, Any]]:
         if block.get("type") == "tool_result":
             yield "result", f"content[{index}].tool_use_id", block.get("tool_use_id") or block.get("id")
             yield "result", f"content[{index}].content", block.get("content")
+
+
+class _At(NamedTuple):
+    path: str
+    value: Any
+
+
+def _calls(item: Mapping[str, Any]) -> Iterator[tuple[_At, _At, _At]]:
+    """Id, name and arguments of each tool call in an item, in whatever dialect it is said."""
+    if item.get("type") == "function_call":
+        call_id = _At("call_id", item.get("call_id") or item.get("id"))
+        yield call_id, _At("name", item.get("name")), _At("arguments", item.get("arguments"))
+    for index, block in _blocks(item):
+        if block.get("type") == "tool_use":
+            call_id, name, arguments = (
+                _At(f"content[{index}].{key}", block.get(key)) for key in ("id", "name", "input")
+            )
+            yield call_id, name, arguments
+    calls = item.get("tool_calls")
+    for index, call in enumerate(calls if isinstance(calls, list) else ()):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping):
+            at = f"tool_calls[{index}].function."
+            name, arguments = (_At(at + key, function.get(key)) for key in ("name", "arguments"))
+            yield _At(f"tool_calls[{index}].id", call.get("id")), name, arguments
 
 
 def _envelope(item: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -243,21 +256,9 @@ def _as_text(value: Any) -> str:
 
 
 def _tool_digests(item: Mapping[str, Any]) -> list[ToolDigest]:
-    calls: list[tuple[Any, Any, Any]] = []
-    if item.get("type") == "function_call":
-        calls.append((item.get("name"), item.get("arguments"), item.get("call_id") or item.get("id")))
-    tool_calls = item.get("tool_calls")
-    for call in tool_calls if isinstance(tool_calls, list) else ():
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if isinstance(function, Mapping):
-            calls.append((function.get("name"), function.get("arguments"), call.get("id")))
-    content = item.get("content")
-    for block in content if isinstance(content, list) else ():
-        if isinstance(block, Mapping) and block.get("type") == "tool_use":
-            calls.append((block.get("name"), block.get("input"), block.get("id")))
     return [
-        ToolDigest(str(name), _short(arguments), _short(_lenient(arguments)), _short(call_id))
-        for name, arguments, call_id in calls
+        ToolDigest(str(name.value), _short(said.value), _short(_lenient(said.value)), _short(call_id.value))
+        for call_id, name, said in _calls(item)
     ]
 
 

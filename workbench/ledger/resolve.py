@@ -134,12 +134,10 @@ def resolve(
         length = row.context_len
         if length > len(request_items) or row.prompt_options != prompt_options:
             continue
-        # A request as long as the call's own does not contain its answer: it repeats the call, it doesn't continue it.
-        if length == len(request_items) and not repeats_continue:
-            continue
         if after_response_id not in (None, row.record.response_id):
             continue
-        if not (repeats_continue or _one_turn(request_items[length:])):
+        # What comes after the call's own request must be its answer and what the agent said then.
+        if not repeats_continue and not _one_turn_first(request_items[length:]):
             continue
         if length not in digests:
             digests[length] = hashes.conversation(length)
@@ -149,28 +147,25 @@ def resolve(
         known = sequences.get(sequence)
         if known is None or row.record.model_call_id < known.record.model_call_id:
             sequences[sequence] = row
-    if len(sequences) != 1:
-        return Resolution(
-            "unresolved", candidates=tuple(sorted(row.record.model_call_id for row in sequences.values()))
-        )
-    (row,) = sequences.values()
-    return Resolution.to(row)
+    if len(sequences) == 1:
+        return Resolution.to(*sequences.values())
+    return Resolution("unresolved", candidates=tuple(sorted(row.record.model_call_id for row in sequences.values())))
 
 
-def _one_turn(items: Items) -> bool:
-    """Whether the model speaks once in `items`, at their beginning.
+def _one_turn_first(items: Items) -> bool:
+    """Whether `items` begin with a turn of the model (one or more items of it) and hold no other.
 
     A turn without content leaves no trace in the assistant fingerprint, so a request with one more of them, or one
     less, would match the call before it; and the prompt continues after the *last* turn.
     """
-    at_beginning, spoke = True, False
+    spoke, turn_is_over = False, False
     for item in items:
         if is_model_authored(item):
-            if not at_beginning:
+            if turn_is_over:
                 return False
             spoke = True
         elif item.get("type") != "reasoning":
-            at_beginning = False
+            turn_is_over = True
     return spoke
 
 

@@ -9,12 +9,13 @@ Invariants: ids are in every row of every frame; a frame is read again only when
 reader never writes into a run. A part that is there is whole (the writer renames). A line or a part that cannot be read
 costs itself and not the sight of the others, and `run.damage` (and the run's own sentence) says that it is missing.
 Frames of things hold no token arrays; those come on demand.
-Not here: which columns there are (schema, frames), foreign ledgers (foreign), proving digests (campaign.verify_run).
+Not here: reading and keeping files (files), which columns there are (schema, frames), foreign ledgers (foreign),
+proving digests (campaign.verify_run).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -34,9 +35,9 @@ from workbench.runs.condition import (
     state_of,
 )
 from workbench.runs.custody import Ledgers, holds_records, is_ledger, known_calls, ledger_files
-from workbench.runs.damage import DamagedParts, in_short, lost_log, torn_lines
+from workbench.runs.damage import in_short, lost_log, torn_lines
+from workbench.runs.files import RunFiles
 from workbench.runs.finding import find, is_run, no_run
-from workbench.runs.gathered import TABLES, Gathered
 from workbench.runs.staged import staged_call
 from workbench.runs.tokens import call_path_tokens, row_tokens, sampled_logprobs
 from workbench.runs.trained import trained_steps, with_steps
@@ -69,9 +70,7 @@ class Run:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._cache: dict[str, tuple[Any, Any]] = {}
-        self._gathered = {table: Gathered(path, table) for table in TABLES}
-        self._damaged = DamagedParts()
+        self._files = RunFiles(path)
         self._ledgers = Ledgers(path / "ledger")
 
     @property
@@ -97,21 +96,21 @@ class Run:
         The line that a running campaign is just writing does not count, and of a part only what was read of it: token
         arrays are on demand (`workbench verify` reads everything).
         """
-        told = [words for name in _JOURNALS for words in self._scanned(name).broken]
+        told = [words for name in _JOURNALS for words in self._files.scanned(name).broken]
         told += broken_status(self.path)
         if self._stored_recipe() is None:
             told += broken_recipe(self.path)
         told += self._ledgers.broken()
         if not is_being_written(self.path):
             files = [self.path / f"{name}.jsonl" for name in _JOURNALS] + ledger_files(self.path / "ledger")
-            told += self._cached("torn", files, lambda: torn_lines(files)) + self._lost_logs()
+            told += self._files.kept("torn", files, lambda: torn_lines(files)) + self._lost_logs()
         return told + [str(error) for error in self.damaged_parts().values()]
 
     def damaged_parts(self) -> dict[Path, RunStoreError]:
         """By path why a part of rows, calls or train could not be read; usually none."""
         _ = self.rollouts
-        self._stored("calls")
-        return self._damaged.there()
+        self._files.scalars("calls")
+        return self._files.damaged.there()
 
     def unread(self, rollout_id: str) -> dict[str, RunStoreError]:
         """By table (rows, calls, train) the damaged part that holds something of a rollout; usually none."""
@@ -119,7 +118,9 @@ class Run:
             return {}
         known = [self.rollouts.select("rollout_id", "group_id"), self.calls.select("rollout_id", "group_id")]
         group = dict(pl.concat(known).drop_nulls().iter_rows()).get(rollout_id)
-        step = next((row.get("step") for row in self._lines("steps") if group in (row.get("group_ids") or ())), None)
+        step = next(
+            (row.get("step") for row in self._files.lines("steps") if group in (row.get("group_ids") or ())), None
+        )
         parts = {"rows": group, "calls": group, "train": f"step-{step}"}
         own = {table: self.path / table / f"{part}.parquet" for table, part in parts.items()}
         return {table: damaged[path] for table, path in own.items() if path in damaged}
@@ -130,7 +131,7 @@ class Run:
     def campaign(self) -> pl.DataFrame:
         """One row: the run as a whole (columns of table `campaigns`)."""
         recipe, steps = self.recipe, self.steps
-        rollouts, events = self.rollouts, self._lines("events")
+        rollouts, events = self.rollouts, self._files.lines("events")
         state, error = state_of(self.path)
         times = [event["at"] for event in events if isinstance(event.get("at"), (int, float))]
         row = {
@@ -154,26 +155,26 @@ class Run:
     @property
     def steps(self) -> pl.DataFrame:
         """One row an optimiser step, in order."""
-        return self._frame("steps", [self.path / "steps.jsonl"], self._build_steps)
+        return self._files.kept("steps", [self.path / "steps.jsonl"], self._build_steps)
 
     @property
     def groups(self) -> pl.DataFrame:
         """One row a finalised group, in the order they were finalised. Where a run was stopped, those whose rows were
         stored and whose numbers had not come to the campaign yet are in `rollouts` alone."""
-        return self._frame("groups", [self.path / "groups.jsonl"], self._build_groups)
+        return self._files.kept("groups", [self.path / "groups.jsonl"], self._build_groups)
 
     @property
     def rollouts(self) -> pl.DataFrame:
         """One row a finalised rollout, by group and index; placeholders have their cause."""
-        paths = [*self._parts("rows"), *self._parts("train"), self.path / "groups.jsonl"]
-        return self._frame("rollouts", paths, self._build_rollouts)
+        paths = [*self._files.parts("rows"), *self._files.parts("train"), self.path / "groups.jsonl"]
+        return self._files.kept("rollouts", paths, self._build_rollouts)
 
     @property
     def calls(self) -> pl.DataFrame:
         """One row a model call: staged, failed and unresolved ones, of rollouts still in flight too."""
         # A diagnosis is written after the row that it is about.
-        paths = [*self._parts("calls"), *self._ledgers.files(), self.path / "events.jsonl"]
-        return self._frame("calls", paths, self._build_calls)
+        paths = [*self._files.parts("calls"), *self._ledgers.files(), self.path / "events.jsonl"]
+        return self._files.kept("calls", paths, self._build_calls)
 
     @property
     def events(self) -> pl.DataFrame:
@@ -186,7 +187,7 @@ class Run:
                 "kind": event.get("kind"),
                 "fields": orjson.dumps({k: v for k, v in event.items() if k not in ("at", "kind")}).decode(),
             }
-            for event in self._lines("events")
+            for event in self._files.lines("events")
         ]
         return pl.DataFrame(
             rows, schema={"run": pl.String, "at": pl.Float64, "kind": pl.String, "fields": pl.String}, strict=False
@@ -219,17 +220,17 @@ class Run:
         Columns: run, step, group_id, rollout_id, position, sampled_position (from 0, sampled tokens only), token_id,
         logprob, trainer_logprob, delta, weight_version.
         """
-        paths = [*self._parts("rows"), *self._parts("train")]
-        return self._frame(
+        paths = [*self._files.parts("rows"), *self._files.parts("train")]
+        return self._files.kept(
             "logprobs",
             paths,
-            lambda: sampled_logprobs(self.name, self._read("rows"), self._read("train")),
+            lambda: sampled_logprobs(self.name, self._files.read("rows"), self._files.read("train")),
         )
 
     def ids_before(self, places: Sequence[tuple[str, int]], count: int) -> list[list[int]]:
         """The `count` ids before each place (rollout id, position) of a training row, carried ones too; fewer at its
         start, none for a rollout without a row."""
-        rows = self._read("rows", ["rollout_id", "token_ids"])
+        rows = self._files.read("rows", ["rollout_id", "token_ids"])
         rows = rows.filter(pl.col("rollout_id").is_in([rollout_id for rollout_id, _ in places]))
         ids_of = dict(rows.iter_rows())
         return [ids_of.get(rollout_id, [])[max(0, at - count) : at] for rollout_id, at in places]
@@ -245,7 +246,9 @@ class Run:
 
     def token_ids(self) -> set[int]:
         """Every token id that occurs in a stored call or row."""
-        stored = [self._read(table, ["token_ids"])["token_ids"].explode().drop_nulls() for table in ("calls", "rows")]
+        stored = [
+            self._files.read(table, ["token_ids"])["token_ids"].explode().drop_nulls() for table in ("calls", "rows")
+        ]
         return set(pl.concat(stored).unique().to_list())
 
     def receipt(self, rollout_id: str) -> RolloutReceipt:
@@ -274,7 +277,7 @@ class Run:
     def vocabulary(self) -> Vocabulary:
         """The bytes behind the run's token ids: its own `vocabulary.json`, else a tokenizer beside its weights."""
         path = vocabulary_file(self.path)
-        return self._cached(f"vocabulary {path}", [path], partial(load_vocabulary, path))
+        return self._files.kept(f"vocabulary {path}", [path], partial(load_vocabulary, path))
 
     @property
     def status(self) -> dict[str, Any]:
@@ -285,7 +288,7 @@ class Run:
     def served(self) -> bool:
         """Whether an agent of somebody's own was served here: there are rollouts and calls then, and no steps."""
         said = self.status.get("command") == "serve"
-        return said or any(event.get("kind") == "serving" for event in self._lines("events"))
+        return said or any(event.get("kind") == "serving" for event in self._files.lines("events"))
 
     @property
     def recipe(self) -> dict[str, Any]:
@@ -293,35 +296,38 @@ class Run:
         return self._stored_recipe() or {}
 
     def _stored_recipe(self) -> dict[str, Any] | None:
-        return self._cached("recipe", [self.path / "recipe.yaml"], lambda: read_recipe(self.path))
+        return self._files.kept("recipe", [self.path / "recipe.yaml"], lambda: read_recipe(self.path))
 
     def _lost_logs(self) -> list[str]:
         """One sentence for each log that names nothing of what was trained, where the run is done."""
         if self.status.get("status") != "done":
             return []
-        trained = {"step": len(self._parts("train")), "group": self._stored("train")["group_id"].n_unique()}
+        trained = {
+            "step": len(self._files.parts("train")),
+            "group": self._files.scalars("train")["group_id"].n_unique(),
+        }
         lost = [(self.path / f"{noun}s.jsonl", noun, many) for noun, many in trained.items() if many]
-        return [f"{log}: {lost_log(log, noun, many)}" for log, noun, many in lost if not self._lines(f"{noun}s")]
+        return [f"{log}: {lost_log(log, noun, many)}" for log, noun, many in lost if not self._files.lines(f"{noun}s")]
 
     # -- reading -----------------------------------------------------------------------------------------------
 
     def _build_steps(self) -> pl.DataFrame:
         name = self.name  # read once, not once a row
-        return frames.frame_of("steps", [{"run": name, **row} for row in self._lines("steps")])
+        return frames.frame_of("steps", [{"run": name, **row} for row in self._files.lines("steps")])
 
     def _build_groups(self) -> pl.DataFrame:
         name = self.name  # read once, not once a row
-        return frames.frame_of("groups", [{"run": name, **row} for row in self._lines("groups")])
+        return frames.frame_of("groups", [{"run": name, **row} for row in self._files.lines("groups")])
 
     def _build_rollouts(self) -> pl.DataFrame:
-        trained, masks = trained_steps(self._stored("train"), self.path)
-        self._damaged.note(masks.damaged)
-        rows = with_steps(self._stored("rows").sort("group_id", "index"), self._lines("groups"), trained)
+        trained, masks = trained_steps(self._files.scalars("train"), self.path)
+        self._files.damaged.note(masks.damaged)
+        rows = with_steps(self._files.scalars("rows").sort("group_id", "index"), self._files.lines("groups"), trained)
         return rows.with_columns(run=pl.lit(self.name), verified=_IS_VERIFIED).select(*frames.polars_dtypes("rollouts"))
 
     def _build_calls(self) -> pl.DataFrame:
         stored: dict[str, dict[str, dict[str, Any]]] = {}
-        for row in self._stored("calls").to_dicts():
+        for row in self._files.scalars("calls").to_dicts():
             stored.setdefault(row["rollout_id"], {})[row["model_call_id"]] = row
         recorded = self._ledgers.calls()
         group_of, name = self._groups_of_rollouts(), self.name
@@ -335,7 +341,7 @@ class Run:
     def _groups_of_rollouts(self) -> dict[str, str]:
         return {
             rollout_id: event["group_id"]
-            for event in self._lines("events")
+            for event in self._files.lines("events")
             if event.get("kind") == "group_started"
             for rollout_id in event.get("rollout_ids", ())
         }
@@ -345,16 +351,12 @@ class Run:
         return found.row(found.height - 1, named=True) if found.height else None
 
     def _table(self, table: str, rollout_id: str) -> pl.DataFrame:
-        """The stored rows of one rollout, arrays included; only the parts that can hold it are read.
+        """The stored rows of one rollout, arrays included.
 
         Raises RunStoreError where its own part is damaged, but for the trainer's: nothing is known of the trainer then.
         """
-        own = [path for path in self._parts(table) if table != "train" and f".{path.stem}." in f".{rollout_id}."]
-        for paths in ([own] if own else []) + [self._parts(table)]:
-            found = self._damaged.noted(frames.scan_parts(table, paths)).filter(pl.col("rollout_id") == rollout_id)
-            if found.height:
-                return found
-        if table != "train" and (error := self.unread(rollout_id).get(table)):
+        found = self._files.of_rollout(table, rollout_id)
+        if found.is_empty() and table != "train" and (error := self.unread(rollout_id).get(table)):
             raise error
         return found
 
@@ -372,34 +374,3 @@ class Run:
             return RunStoreError(f"Nothing of rollout {rollout_id} can be read: {broken[0]}")
         lost = "".join(f"; {error}" for error in list(self.damaged_parts().values())[:1])
         return RunStoreError(f"Run {self.name} has no rollout {rollout_id!r}; it has {len(known)}, {some}{lost}")
-
-    def _parts(self, table: str) -> list[Path]:
-        return sorted((self.path / table).glob("*.parquet"))
-
-    def _read(self, table: str, columns: list[str] | None = None) -> pl.DataFrame:
-        return self._damaged.noted(frames.scan_parts(table, self._parts(table), columns))
-
-    def _stored(self, table: str) -> pl.DataFrame:
-        gathered = self._gathered[table]
-        frame = gathered.read(self._parts(table))
-        self._damaged.note(gathered.damaged)
-        return frame
-
-    def _lines(self, name: str) -> list[dict[str, Any]]:
-        return self._scanned(name).rows
-
-    def _scanned(self, name: str) -> frames.Lines:
-        path = self.path / f"{name}.jsonl"
-        return self._cached(f"lines {name}", [path], lambda: frames.scan_lines(path))
-
-    def _frame(self, name: str, paths: list[Path], build: Callable[[], pl.DataFrame]) -> pl.DataFrame:
-        return self._cached(name, paths, build)
-
-    def _cached(self, name: str, paths: list[Path], build: Callable[[], Any]) -> Any:
-        """What `build` gives, kept until a file it was built from changes."""
-        found = [(path, frames.signature(path)) for path in paths]
-        held = self._cache.get(name)
-        if held is None or held[0] != found:
-            held = (found, build())
-            self._cache[name] = held
-        return held[1]

@@ -49,13 +49,14 @@ def atomic_file(path: Path) -> Iterator[IO[bytes]]:
             handle.flush()
             os.fsync(handle.fileno())
         temporary.replace(path)
-        _sync_directory(path.parent)
+        sync_to_disk(path.parent)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def _sync_directory(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
+    """Return once a file's contents, or a folder's entries, would survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

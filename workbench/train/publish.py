@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -21,6 +20,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
+from workbench.runs.writer import sync_to_disk
 
 KEPT = 2
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".gguf", ".pt", ".pth"}
@@ -87,15 +88,6 @@ def whole_folder(target: Path) -> Iterator[Path]:
         sync_to_disk(target.parent)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-
-
-def sync_to_disk(path: Path) -> None:
-    """Return once a file's contents, or a folder's entries, would survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def published(directory: Path) -> list[int]:
