@@ -1,6 +1,9 @@
-"""Record demo: cut a small run out of a real one, as the recorded run that comes with the package.
+r"""Record demo: cut a small run out of a real one, as the recorded run that comes with the package.
 
-    python -m workbench.campaign.record_demo reports/RUN [TARGET]
+    workbench run cpu_misbehave --run demo train.steps=4 train.groups_per_step=1 environment.options.turns=4 \
+        environment.misbehave.retry=0.3 environment.misbehave.stream=0.2
+    python -m workbench.campaign.record_demo reports/demo [TARGET]
+    python tests/notebooks/record_expected.py      # what the notebooks say of it
 
 In: a finished run. Out: an ordinary run directory of at most 350 kB: the groups of the steps that fit, oldest first,
 with their calls, rows, receipts, ledgers and training records, and a vocabulary of the ids that occur. Invariant:
