@@ -22,6 +22,7 @@ from workbench.finalizer.group import assemble
 from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome
 from workbench.finalizer.parts import write_group
 from workbench.ledger import LedgerStore, assemble_receipt
+from workbench.runs.early import count_early
 from workbench.runs.vocabulary import Vocabulary
 from workbench.runs.writer import RunWriter, write_part
 from workbench.wire import CallRecord, Cause, RolloutCommit
@@ -115,7 +116,7 @@ class StoredRun:
         (run_dir / "vocabulary.json").write_bytes(VOCABULARY.dump())
 
     def play(self, rollout_id: str, turns: int, *, kind: str) -> tuple[Rollout, str | None]:
-        """One guessing game. `kind`: plain, retry, branch, edit, nan or length. Returns it and its last served id."""
+        """One guessing game. `kind`: plain, early, retry, branch, edit, nan or length. Returns it and its last id."""
         rollout = Rollout(self, rollout_id, items=[{"role": "user", "content": "A number from 1 to 20 🎲"}])
         tail = "<|im_start|>user\nA number from 1 to 20 🎲<|im_end|>\n<|im_start|>assistant\n"
         last = None
@@ -166,6 +167,7 @@ class StoredRun:
                     failures=manifest.failures,
                     reward=reward,
                     reward_components={"guess": reward},
+                    ended_early="window full: 40 tokens, at most 32" if kind == "early" else None,
                 )
             )
         request = FinalizationRequest(group_id=group_id, weight_version=self.version, rollouts=outcomes)
@@ -235,6 +237,9 @@ class StoredRun:
                 "weight_version": step,
                 "group_ids": list(self.train_rows),
                 "rows": rows_count,
+                "ended_early": count_early(
+                    "window full" if kind == "early" else None for kinds in groups for kind in kinds
+                ),
                 "valid_row_rate": valid / rows_count,
                 "reward_mean": 0.1 * step,
                 "token_in_rate": 0.6,

@@ -20,6 +20,9 @@ from workbench.errors import RecipeError
 class Endpoint:
     """An OpenAI endpoint in this process: answers from a list (the last one for ever) and keeps every request."""
 
+    code = "context_length_exceeded"
+    """Of its refusals."""
+
     def __init__(self, answers: Sequence[str], refuse: Callable[[dict], bool] = lambda body: False) -> None:
         self.requests: list[dict] = []
         self._answers = list(answers)
@@ -32,7 +35,7 @@ class Endpoint:
     def _serve(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
         if self._refuse(body):
-            return httpx.Response(400, json={"error": {"message": "longer than the window", "code": 400}})
+            return httpx.Response(400, json={"error": {"message": "longer than the window", "code": self.code}})
         answer = self._answers[min(len(self.requests), len(self._answers) - 1)]
         self.requests.append(body)
         head = {"id": f"chatcmpl-{len(self.requests)}", "created": 1, "model": body["model"]}
@@ -166,6 +169,15 @@ async def test_a_full_window_ends_any_of_the_games():
     assert "longer than the window" in result.ended_early and result.response["id"] == "chatcmpl-1"
     refused = await play(made("environment.name=add_up"), Endpoint(["1"], refuse=lambda body: True))
     assert refused.response is None and "the only request was refused" in refused.error
+
+
+@pytest.mark.parametrize("game", ["guess_number", "say_briefly", "add_up", "file_fix"])
+async def test_any_other_refusal_is_raised_and_is_no_full_window(game: str):
+    endpoint = Endpoint(["Rain."], refuse=lambda body: len(body["messages"]) > (0 if game == "add_up" else 2))
+    endpoint.code = "invalid_request"
+    options = ["environment.options={turns: 2}"] if game == "say_briefly" else []
+    with pytest.raises(openai.BadRequestError, match="longer than the window"):
+        await play(made(f"environment.name={game}", *options), endpoint)
 
 
 async def test_an_agent_that_has_said_nothing_yet_has_nothing_to_edit():

@@ -195,10 +195,12 @@ class RolloutPlayer(AgentRunner):
             failure_reason=Cause.ROLLOUT_FAILED.value if isinstance(reward, str) else None,
             on_no_witness=self._on_no_witness,
         )
-        return outcome_of(plan, reward, started, receipt=receipt, failures=manifest.failures)
+        return outcome_of(plan, reward, result, started, receipt=receipt, failures=manifest.failures)
 
 
-def outcome_of(plan: RolloutPlan, reward: Reward | str, started: float, **custody: Any) -> RolloutOutcome:
+def outcome_of(
+    plan: RolloutPlan, reward: Reward | str, result: AgentResult | None, started: float, **custody: Any
+) -> RolloutOutcome:
     """The outcome of a rollout that began at `started` (monotonic, s); one without a reward has failed for the words
     that stand in its place."""
     given = None if isinstance(reward, str) else reward
@@ -210,6 +212,7 @@ def outcome_of(plan: RolloutPlan, reward: Reward | str, started: float, **custod
         detail=reward if isinstance(reward, str) else None,
         reward=None if given is None else given.total,
         reward_components={} if given is None else given.components,
+        ended_early=None if result is None or result.ended_early is None else own_code.plain(result.ended_early),
         duration_s=time.monotonic() - started,
         **custody,
     )

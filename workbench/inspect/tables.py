@@ -21,6 +21,7 @@ from workbench.inspect.ids import short_id
 from workbench.inspect.snapshot import LiveView
 from workbench.inspect.style import bar_list, panels, say_nothing_to_show
 from workbench.runs.drift import drift_frame
+from workbench.runs.early import count_early, early_words
 
 if TYPE_CHECKING:
     from workbench.inspect.live.poison import PoisonAndChain
@@ -52,6 +53,7 @@ class PoisonTable(LiveView):
             )
             .sort(["rollouts", "cause"], descending=[True, False])
         )
+        self.early = count_early(rollouts["ended_early"])
         calls: pl.DataFrame = run.calls
         self.rejected = rejected.select("rollout_id", "step", "cause", "call_id", "position", "detail").join(
             calls.select("rollout_id", *_CALL_COLUMNS),
@@ -134,6 +136,8 @@ class PoisonTable(LiveView):
         if self.causes.height:
             header = ("cause, and what it means", "rollouts", "share", "steps", "example, and where in it", "detail")
             parts.append(markup.table(header, [self._cause_row(row) for row in self.causes.to_dicts()]))
+        if self.early:
+            parts.append(markup.line(f"Ended early, with a vote all the same: {early_words(self.early, self.total)}."))
         if self.failures.height:
             calls = int(self.failures["calls"].sum())
             parts.append(

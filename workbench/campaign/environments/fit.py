@@ -73,6 +73,9 @@ def result_fault(environment: Environment, result: Any) -> str | None:
         return f"{came} {own_code.a(result)}, expected AgentResult(…)"
     if not isinstance(result.error, str | None):
         return f"{came} an AgentResult whose error is {own_code.shown(result.error)}, expected a text or None"
+    if not isinstance(result.ended_early, str | None):
+        early = own_code.shown(result.ended_early)
+        return f"{came} an AgentResult whose ended_early is {early}, expected a text or None"
     expected = "expected the served object as JSON (`model_dump(mode='json')`) or None"
     if not isinstance(result.response, dict | None):
         return f"{came} an AgentResult whose response is {own_code.a(result.response)}, {expected}"
