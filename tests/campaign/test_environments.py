@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from workbench.campaign.environments import ENVIRONMENTS, AgentResult, Environment, make_environment
+from workbench.campaign.environments import ENVIRONMENTS, AgentResult, Environment, base, make_environment
 from workbench.campaign.environments.answer_form import read_answer
 from workbench.campaign.environments.guess_number import GuessNumber
 from workbench.config import load_recipe
@@ -178,6 +178,17 @@ async def test_any_other_refusal_is_raised_and_is_no_full_window(game: str):
     options = ["environment.options={turns: 2}"] if game == "say_briefly" else []
     with pytest.raises(openai.BadRequestError, match="longer than the window"):
         await play(made(f"environment.name={game}", *options), endpoint)
+
+
+def test_a_whole_number_is_taken_for_an_option_that_is_a_float_and_a_bool_is_not():
+    taken = base.take_options("mine", {"timeout_s": 30}, timeout_s=60.0, turns=2)
+    assert taken == {"timeout_s": 30.0, "turns": 2} and type(taken["timeout_s"]) is float
+    for wrong in (True, "30", None):
+        with pytest.raises(RecipeError, match=r"environment\.options\.timeout_s: expected float, like 60\.0; got "):
+            base.take_options("mine", {"timeout_s": wrong}, timeout_s=60.0)
+    for wrong in (True, 2.0):
+        with pytest.raises(RecipeError, match=r"expected int, like 2; got "):
+            base.take_options("mine", {"turns": wrong}, turns=2)
 
 
 async def test_an_agent_that_has_said_nothing_yet_has_nothing_to_edit():

@@ -147,8 +147,12 @@ class AgentRunner(ABC):
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise  # the campaign ends
             return None, f"the agent raised {own_code.raised(error)}"
-        except (Exception, SystemExit) as error:
+        except GeneratorExit:
+            raise  # nobody waits for this rollout any more
+        except BaseException as error:
             # An agent is code that we did not write: whatever it raises makes this rollout data, not a crash.
+            if isinstance(error, KeyboardInterrupt) and own_code.by_ctrl_c(error):
+                raise
             return None, f"the agent raised {own_code.raised(error)}"
         if (fault := fit.result_fault(self._environment, result)) is not None:
             return None, fault

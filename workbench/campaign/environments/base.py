@@ -133,14 +133,20 @@ def weigh(components: dict[str, float], weights: Mapping[str, float]) -> Reward:
 
 
 def take_options(environment: str, options: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """The options with their defaults. Raises RecipeError on an unknown name or another type than the default's."""
+    """The options with their defaults; a whole number is taken for a float.
+
+    Raises RecipeError on an unknown name or another type than the default's.
+    """
+    taken = dict(options)
     for key, value in options.items():
         if key not in defaults:
             allowed = ", ".join(defaults) or "none"
             raise RecipeError(f"environment.options.{key}: {environment} has no such option; allowed: {allowed}")
         expected = type(defaults[key])
-        if type(value) is not expected:
+        if expected is float and type(value) is int:
+            taken[key] = float(value)
+        elif type(value) is not expected:
             raise RecipeError(
                 f"environment.options.{key}: expected {expected.__name__}, like {defaults[key]!r}; got {value!r}"
             )
-    return {**defaults, **options}
+    return {**defaults, **taken}

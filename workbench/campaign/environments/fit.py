@@ -56,7 +56,7 @@ def task_of(environment: Environment, seed: int) -> Task | str:
     """The task of a seed, or why there is none."""
     try:
         task: Any = environment.task(seed)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # `exit()` too: this thread is the task's alone
         return f"task({seed}) raised {own_code.raised(error)}"
     came = f"{_where(environment, 'task')} returned, for seed {seed},"
     if not isinstance(task, Task):
