@@ -203,6 +203,8 @@ class Gateway:
             self.metrics.stripped.labels(name).inc()
         for name in (*pinned.overridden, *asked.dialect.adapt(pinned.body)):
             self.metrics.overridden.labels(name).inc()
+        for name, came in pinned.came.items():
+            self.refused.changed(asked.rollout_id, name, came, pinned.body.get(name))
         call = await self.custodian.admit(
             asked.rollout_id,
             call_id,
