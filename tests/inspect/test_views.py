@@ -30,13 +30,16 @@ from workbench.inspect import (
     CaptureRate,
     Engagement,
     LogprobDelta,
+    Optimisation,
     PoisonTable,
     PrefixChain,
     RewardCurve,
+    RouterAgreement,
     RowDiff,
     SweepView,
     TokenStrip,
     look,
+    siblings,
     telling_rollout,
     trained_group,
     verified_rollout,
@@ -63,6 +66,7 @@ def views(run: runs.Run) -> list:
         LogprobDelta(run),
         CaptureRate(run),
         RewardCurve(run),
+        Optimisation(run),
     ]
 
 
@@ -118,7 +122,7 @@ def unreadable(figure) -> list[str]:
 
 def test_on_a_dark_page_a_picture_is_a_card_and_a_text_has_the_pages_colours(run):
     shown = [PrefixChain(run, "stored.0.1.0"), TokenStrip(run, "stored.0.1.0"), RowDiff(run, run), PoisonTable(run)]
-    for view in [*shown, LogprobDelta(run), CampaignBoard(run), CaptureRate(run), RewardCurve(run)]:
+    for view in [*shown, LogprobDelta(run), CampaignBoard(run), CaptureRate(run), RewardCurve(run), Optimisation(run)]:
         image = Image.open(BytesIO(view.snapshot().png)).convert("RGBA")
         right, bottom = image.width - 1, image.height - 1
         for corner in ((0, 0), (right, 0), (0, bottom), (right, bottom)):
@@ -297,6 +301,21 @@ def test_numbers_of_a_difference_are_upstreams_formulas():
     assert numbers.mean_abs == pytest.approx(0.0875) and numbers.max_abs == pytest.approx(0.2)
 
 
+def test_the_difference_at_equal_weights_stands_beside_the_one_over_all_tokens(run):
+    recorded = runs.open(recorded_run())
+    tokens = recorded.logprobs().drop_nulls("delta")
+    equal = tokens.filter(pl.col("weight_version") == pl.col("step") - 1)["delta"].abs()
+    assert 0 < equal.len() < tokens.height
+    shown = LogprobDelta(recorded)
+    assert f"mean |Δ| {tokens['delta'].abs().mean():.4f} ({equal.mean():.4f} at equal weights)" in repr(shown)
+    assert ">equal weights<" in shown.html() and f">{equal.mean():.5f}<" in shown.html()
+    assert [part["name"] for part in shown.live.children[0].parts][:2] == ["all", "equal weights"]
+    stale = LogprobDelta(tokens.filter(pl.col("weight_version") < pl.col("step") - 1))
+    assert "(none at equal weights)" in repr(stale) and "No token is at equal weights" in stale.html()
+    fresh = LogprobDelta(tokens.filter(pl.col("weight_version") == pl.col("step") - 1))
+    assert "(all at equal weights)" in repr(fresh) and ">equal weights<" not in fresh.html()
+
+
 def test_the_bars_of_a_mean_are_not_parted_in_a_narrow_tables_head(run):
     html = LogprobDelta(run).html()
     assert re.search(r"<th [^>]*white-space:nowrap[^>]*>mean \|Δ\|</th>", html)
@@ -410,6 +429,14 @@ def test_a_view_made_of_the_wrong_thing_says_what_it_expected(run):
             view("a/run", "stored.0.1.0")
     with pytest.raises(RunStoreError, match=r"Expected a token frame, .* it has no token_id, sampled, logprob"):
         TokenStrip(run.calls, "stored.0.1.0")
+    for make in (
+        CampaignBoard, CaptureRate, Engagement, LogprobDelta, Optimisation, PoisonTable, RewardCurve, RouterAgreement,
+        telling_rollout, verified_rollout, siblings, trained_group, lambda name: RowDiff(run, name),
+    ):  # fmt: skip
+        with pytest.raises(RunStoreError, match=r"expected a run.*, got str; open a run: .*open_any\('a/run'\)"):
+            make("a/run")
+    with pytest.raises(RunStoreError, match="CaptureRate expected a run, got ForeignLedger, which has no steps"):
+        CaptureRate(runs.open_ledger(FOREIGN))
     two = pl.concat([run.tokens("stored.0.1.0"), run.tokens("stored.0.0.0")])
     with pytest.raises(RunStoreError, match=r"tokens of one rollout, got 2; name one"):
         TokenStrip(two)

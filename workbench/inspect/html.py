@@ -90,3 +90,9 @@ def block(*parts: str) -> str:
 def count(number: int, singular: str, plural: str | None = None) -> str:
     """ "1 call", "1,204 calls"."""
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
+
+
+def steps(numbers: Sequence[int]) -> str:
+    """ "step 3", "steps 1, 2", "steps 1, 2, 3, 4, 5, 6 and 8 more"."""
+    shown = ", ".join(map(str, numbers[:6]))
+    return f"step{'s' if len(numbers) > 1 else ''} {shown}" + (f" and {len(numbers) - 6} more" if numbers[6:] else "")

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 
 from workbench.inspect import html as markup
 from workbench.inspect.causes import explain, explain_failure, in_words
-from workbench.inspect.ids import short_id
+from workbench.inspect.ids import check_run, short_id
 from workbench.inspect.snapshot import LiveView
 from workbench.inspect.style import bar_list, panels, say_nothing_to_show
 from workbench.runs.drift import drift_frame
@@ -34,6 +34,7 @@ class PoisonTable(LiveView):
     """Rejected rollouts by cause. `run` is anything with `.rollouts` and `.calls` frames."""
 
     def __init__(self, run: Any) -> None:
+        check_run(run, "PoisonTable", "rollouts")
         self.source = run
         rollouts: pl.DataFrame = run.rollouts
         self.total = rollouts.height
