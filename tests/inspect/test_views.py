@@ -288,9 +288,22 @@ def test_rollouts_of_one_cause_that_failed_for_different_reasons_are_said_to(run
         detail=pl.when(failed).then(pl.col("rollout_id").replace(told)),
     )
     html = PoisonTable(SimpleNamespace(rollouts=rollouts, calls=run.calls)).html()
-    assert "raised A at mine.py:3" in html and "and 1 other detail; all: .rejected" in html
+    assert "raised A at mine.py:3" in html and "and 1 other detail, below" in html
+    assert "<details>" in html and "rollout_failed: 2 details of 2 rollouts" in html and "raised B at mine.py:9" in html
     one = rollouts.filter(pl.col("rollout_id") != "stored.0.1.0")
-    assert "other detail" not in PoisonTable(SimpleNamespace(rollouts=one, calls=run.calls)).html()
+    html = PoisonTable(SimpleNamespace(rollouts=one, calls=run.calls)).html()
+    assert "other detail" not in html and "<details>" not in html
+
+
+def test_details_of_a_cause_are_counted_and_bounded(run):
+    rows = run.rollouts.head(1).drop("cause", "detail").join(
+        pl.DataFrame({"detail": ["lost the sandbox"] * 21 + [f"line {n}" for n in range(30)] + [None]}), how="cross"
+    )  # fmt: skip
+    many = PoisonTable(SimpleNamespace(rollouts=rows.with_columns(cause=pl.lit("rollout_failed")), calls=run.calls))
+    html = many.html()
+    assert "rollout_failed: 32 details of 52 rollouts" in html and ">21<" in html and "line 18" in html
+    assert "line 19" not in html and "Showing 20 of 32; the others are of 12 rollouts" in html
+    assert many.details["rollouts"].sum() == many.total == 52
 
 
 def test_numbers_of_a_difference_are_upstreams_formulas():
@@ -583,3 +596,19 @@ def test_a_rollout_without_calls_says_why_and_is_not_taken_for_a_typing_error():
         PrefixChain(WithoutItsCalls(), rejected["rollout_id"])
     with pytest.raises(RunStoreError, match="No calls of rollout 'nobody' here; there are, for instance"):
         PrefixChain(recorded, "nobody")
+
+
+def test_the_best_run_at_its_last_step_is_one_that_has_a_step(tmp_path):
+    """A served run has rewards and no step, so nothing of it is `at the last step`."""
+    for name in ("one", "other", "served"):
+        shutil.copytree(recorded_run(), tmp_path / name)
+        status = json.loads((tmp_path / name / "status.json").read_text()) | {"run": name}
+        (tmp_path / name / "status.json").write_text(json.dumps(status))
+    (tmp_path / "served" / "steps.jsonl").write_bytes(b"")
+    (tmp_path / "served" / "status.json").write_text(json.dumps(status | {"command": "serve"}))
+    view = SweepView(tmp_path)
+    rewards = dict(view.table.select("run", "reward").rows())
+    assert rewards["served"] > rewards["one"] == rewards["other"]
+    assert "highest reward at the last step: one (" in repr(view)
+    shutil.rmtree(tmp_path / "other")
+    assert "highest reward" not in repr(SweepView(tmp_path))

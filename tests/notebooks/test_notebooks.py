@@ -94,6 +94,11 @@ def test_a_notebook_is_written_for_a_reader(name):
         assert other in NOTEBOOKS, f"{name} sends its reader to {other}, which is not there"
 
 
+def test_damage_that_a_notebook_makes_on_purpose_is_announced_before_the_run_tells_of_it():
+    text = " ".join(source("04_poisoning.ipynb").cells[0].source.split())
+    assert "The broken line that the run below says it left out is one of the exhibits" in text
+
+
 def test_the_list_of_notebooks_is_complete():
     listed = re.findall(r"^\| `(\w+)` \|", (shipped("notebooks") / "README.md").read_text(), re.MULTILINE)
     assert [f"{name}.ipynb" for name in listed] == list(NOTEBOOKS)

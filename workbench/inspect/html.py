@@ -82,6 +82,12 @@ def _cell(cell: Cell | str) -> str:
     return f'<td style="{style}">{body}</td>'
 
 
+def folded(summary: str, *parts: str) -> str:
+    """Parts behind a line that opens them at a click, without a script."""
+    head = f'<summary style="margin:4px 0;font-size:13px;cursor:pointer">{escape(summary)}</summary>'
+    return f"<details>{head}{''.join(parts)}</details>"
+
+
 def block(*parts: str) -> str:
     """Parts under one another, as one output."""
     return f'<div style="max-width:1000px;overflow-x:auto">{"".join(parts)}</div>'
