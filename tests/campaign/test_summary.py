@@ -317,7 +317,7 @@ def test_a_count_down_is_one_line_where_there_is_no_terminal(tmp_path):
 def test_a_recorded_run_is_small_verifies_and_names_no_path_of_this_machine(tmp_path, capsys):
     source = make_run(tmp_path / "stored", steps=3)
     target = record_demo(source, tmp_path / "demo")
-    assert "every digest and row holds" in capsys.readouterr().out
+    assert "every digest, row and step holds" in capsys.readouterr().out
     copy = runs.open(target)
     assert copy.rollouts.height >= 8 and copy.vocabulary().special
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())

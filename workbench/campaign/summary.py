@@ -21,6 +21,7 @@ from workbench.inspect.causes import in_words
 from workbench.places import as_word
 from workbench.runs.early import count_early, early_words
 from workbench.runs.shelf import finished_rollouts, token_in_rates
+from workbench.runs.tokens import at_equal_weights
 
 _SHOWN_REJECTIONS = 12
 
@@ -161,8 +162,7 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
     rates = token_in_rates(calls)
     scored = run.logprobs().drop_nulls("delta")
     delta_T = scored["delta"].to_numpy()
-    # Step n is computed with the weights of version n - 1.
-    equal_T = scored.filter(pl.col("weight_version") == pl.col("step") - 1)["delta"].to_numpy()
+    equal_T = at_equal_weights(scored)["delta"].to_numpy()
     return Summary(
         run=run.name,
         status=outcome.status,
