@@ -16,6 +16,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from papermill import inspect_notebook
 from record_expected import CHECKED, NOTEBOOKS, environment, execute_notebook, is_checked, kept_of
 
 from workbench.campaign.notebook_file import MAX_BYTES, parameter_names
@@ -58,6 +59,13 @@ def test_sources_are_committed_without_outputs(name):
         if cell.cell_type == "code":
             assert cell.outputs == [] and cell.execution_count is None
             assert len(cell.source.splitlines()) <= 14, "a cell does one thing; longer code belongs into the package"
+
+
+@pytest.mark.parametrize("name", WITH_PARAMETERS)
+def test_papermill_reads_every_parameter_of_a_notebook(name, caplog):
+    found = inspect_notebook(str(shipped("notebooks") / name))
+    assert list(found) == WITH_PARAMETERS[name] and all(each["help"] for each in found.values())
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
