@@ -199,6 +199,6 @@ def test_a_report_of_a_stored_run_says_the_same_twice_and_stays_small(tmp_path):
         assert (run_dir / "campaign.ipynb").stat().st_size < MAX_BYTES
     assert outputs[0] == outputs[1]
     pictures = sum("image/png" in o.get("data", {}) for cell in outputs[0] for o in cell or [])
-    assert pictures == 6
+    assert pictures == 7
     page = (run_dir / "campaign.html").read_text()
     assert page.count("data:image/png;base64") == pictures and "<script" not in page
