@@ -159,6 +159,7 @@ async def test_stored_rows_equal_what_the_engine_ran_whatever_the_agents_did(roa
             # A right guess may end the game at its second turn, so the chain has two calls or three.
             on_chain = len(road.chain(outcome))
             assert 2 <= on_chain <= 3 or "overflow" in fault, fault
+            assert (outcome.ended_early or "").startswith("window full: ") == ("overflow" in fault)
             assert len(outcome.receipt.manifest) - on_chain == (1 if {"retry", "branch"} & set(fault) else 0), fault
             rows += 1
     calls = runs.open(road.run_dir).calls

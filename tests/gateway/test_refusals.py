@@ -26,6 +26,7 @@ FULL = [
     "The decoder prompt (length 512) plus the number of requested output tokens (at least 1) is longer than the "
     "maximum model length of 512. Make sure that `max_model_len` is no smaller than the number of text tokens.",
     "The engine prompt length 512 exceeds the max_model_len 512. Please reduce prompt.",
+    "max_tokens must be at least 1, got 0. (parameter=max_tokens, value=0)",
 ]
 OTHERS = [
     "max_tokens=900 cannot be greater than max_model_len=512. Please request fewer output tokens.",
@@ -61,6 +62,14 @@ async def test_a_full_window_has_its_code_in_every_api_and_on_every_route(
             await claude.messages.create(model="policy", max_tokens=9, messages=long, stream=stream)
     error = messages.value.body["error"]  # type: ignore[index]
     assert (error["type"], error["code"]) == ("invalid_request_error", CONTEXT_LENGTH_EXCEEDED)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_request_for_no_token_is_no_full_window(stack: Stack) -> None:
+    ask: Any = [{"role": "user", "content": "hi"}]
+    with pytest.raises(openai.BadRequestError) as refused:
+        await stack.agent("refused.none").chat.completions.create(model="policy", messages=ask, max_tokens=0)
+    assert refused.value.code == "not_capturable"
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -82,6 +82,9 @@ def pin(body: Mapping[str, Any], sampling: Sampling, max_tokens_field: str = "ma
         raise _refusal("prompt_logprobs", body["prompt_logprobs"], "log-probs don't pass the gateway")
     if body.get("add_generation_prompt") is False:
         raise _refusal("add_generation_prompt", False, "the model would continue a turn that the agent wrote")
+    for name in _MAX_TOKENS:
+        if isinstance(body.get(name), int) and body[name] < 1:
+            raise _refusal(name, body[name], "a captured call samples at least one token")
     pinned = dict(body)
     stripped = [name for name in _STRIPPED if pinned.pop(name, None) not in (None, False)]
     include = pinned.get("include")

@@ -29,6 +29,8 @@ _WINDOW_IS_FULL = re.compile(
     r"|Input length \(\d+\) exceeds model's maximum context length \(\d+\)"
     r"|The (?:decoder|encoder) prompt \(length \d+\) .{0,80}longer than the maximum model length of \d+"
     r"|The engine prompt length \d+ exceeds the max_model_len \d+"
+    # Of a prompt that leaves no room at all; a request that asks for none itself is refused before (pins).
+    r"|max_tokens must be at least 1, got 0\b"
 )
 
 
