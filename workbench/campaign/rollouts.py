@@ -36,6 +36,11 @@ T = TypeVar("T")
 _LET_GO = "all other rollouts waited. Next: `await`, or work in `asyncio.to_thread`"
 
 
+def rollout_name(run: str, group: int, index: int, attempt: int) -> str:
+    """The id of a rollout: what a `RolloutPlan` with these will have."""
+    return f"{run}.{group}.{index}.{attempt}"
+
+
 @dataclass(frozen=True)
 class RolloutPlan:
     """One rollout to play. `index` is its place in the group, `attempt` counts replacements of the same place. Where
@@ -49,7 +54,7 @@ class RolloutPlan:
 
     @property
     def rollout_id(self) -> str:
-        return f"{self.run}.{self.group}.{self.index}.{self.attempt}"
+        return rollout_name(self.run, self.group, self.index, self.attempt)
 
     @property
     def task_id(self) -> str | None:
