@@ -120,7 +120,7 @@ class StoredRun:
         (run_dir / "vocabulary.json").write_bytes(VOCABULARY.dump())
 
     def play(self, rollout_id: str, turns: int, *, kind: str) -> tuple[Rollout, str | None]:
-        """One guessing game. `kind`: plain, retry, branch, edit, nan or length. Returns it and its last served id."""
+        """One guessing game. `kind`: plain, early, retry, branch, edit, nan or length. Returns it and its last id."""
         rollout = Rollout(self, rollout_id, items=[{"role": "user", "content": "A number from 1 to 20 🎲"}])
         tail = "<|im_start|>user\nA number from 1 to 20 🎲<|im_end|>\n<|im_start|>assistant\n"
         last = None
@@ -171,6 +171,7 @@ class StoredRun:
                     failures=manifest.failures,
                     reward=reward,
                     reward_components={"guess": reward},
+                    ended_early="window full: 40 tokens, at most 32" if kind == "early" else None,
                 )
             )
         request = FinalizationRequest(group_id=group_id, weight_version=self.version, rollouts=outcomes)

@@ -490,3 +490,20 @@ def test_what_cannot_be_recomputed_for_want_of_a_recipe_is_said_and_no_differenc
 def test_a_row_that_was_changed_is_one_difference_and_not_its_groups_and_steps_as_well(run_dir):
     change_part(run_dir / "rows" / "g00000.parquet", "rows", lambda rows: rows[0].update(reward=0.99))
     assert {difference.file for difference in verify_run(run_dir).differences} == {"rows/g00000.parquet"}
+
+
+def test_lines_that_a_resume_wrote_are_no_difference(run_dir):
+    """Of a step taken again log-probs may differ by what another machine does; of one that was loaded the trainer said
+    nothing, and what is said is what its groups give."""
+    (line,) = (orjson.loads(line) for line in (run_dir / "steps.jsonl").read_bytes().splitlines())
+    off = line["mean_abs_logprob_delta"] + 1e-4
+    assert changed_step(run_dir, mean_abs_logprob_delta=off)
+    assert changed_step(run_dir, mean_abs_logprob_delta=off, retaken_mean_abs_delta=1e-4) == []
+    groups = [orjson.loads(line) for line in (run_dir / "groups.jsonl").read_bytes().splitlines()]
+    pooled = {"step": 1, "weight_version": 1, "group_ids": [group["group_id"] for group in groups]}
+    pooled |= {name: sum(group[name] for group in groups) for name in ("rows", "tokens", "valid_rows")}
+    assert pooled["tokens"] < line["tokens"]
+    (run_dir / "steps.jsonl").write_bytes(orjson.dumps(pooled) + b"\n")
+    assert verify_run(run_dir).ok
+    (said,) = changed_step(run_dir, tokens=5)
+    assert "tokens is 5" in said

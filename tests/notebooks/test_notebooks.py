@@ -16,6 +16,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from papermill import inspect_notebook
 from record_expected import CHECKED, NOTEBOOKS, environment, execute_notebook, is_checked, kept_of
 
 from workbench.campaign.notebook_file import MAX_BYTES, parameter_names
@@ -58,6 +59,13 @@ def test_sources_are_committed_without_outputs(name):
         if cell.cell_type == "code":
             assert cell.outputs == [] and cell.execution_count is None
             assert len(cell.source.splitlines()) <= 14, "a cell does one thing; longer code belongs into the package"
+
+
+@pytest.mark.parametrize("name", WITH_PARAMETERS)
+def test_papermill_reads_every_parameter_of_a_notebook(name, caplog):
+    found = inspect_notebook(str(shipped("notebooks") / name))
+    assert list(found) == WITH_PARAMETERS[name] and all(each["help"] for each in found.values())
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -191,6 +199,6 @@ def test_a_report_of_a_stored_run_says_the_same_twice_and_stays_small(tmp_path):
         assert (run_dir / "campaign.ipynb").stat().st_size < MAX_BYTES
     assert outputs[0] == outputs[1]
     pictures = sum("image/png" in o.get("data", {}) for cell in outputs[0] for o in cell or [])
-    assert pictures == 6
+    assert pictures == 7
     page = (run_dir / "campaign.html").read_text()
     assert page.count("data:image/png;base64") == pictures and "<script" not in page

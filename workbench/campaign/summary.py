@@ -17,8 +17,10 @@ import polars as pl
 from workbench import runs
 from workbench.campaign.learned import reward_rise
 from workbench.campaign.notebook_file import Outcome
+from workbench.campaign.rejected import commonest
 from workbench.inspect.causes import in_words
 from workbench.places import as_word
+from workbench.runs.early import count_early, early_words
 from workbench.runs.shelf import finished_rollouts, token_in_rates
 from workbench.runs.tokens import at_equal_weights
 
@@ -50,6 +52,8 @@ class Summary:
     token_in_rate_after_roots: float | None
     echo_wrong_rows: int | None
     """Token-echo arm: valid rows that are not what the engine ran at their last call. None where capture is on."""
+    ended_early: dict[str, int]
+    """Reason -> finalised rollouts whose agent stopped before the end."""
     rejected: list[dict[str, Any]]
     proofs: list[dict[str, Any]]
     trained_tokens: int
@@ -93,6 +97,11 @@ class Summary:
             f"  groups                     {self.groups}, rows in every group: {rows}",
             f"  rollouts                   {self.valid_rollouts} of {self.rollouts} valid, {self.calls} calls"
             + (f" and {self.unfinished_calls} of unfinished ones" if self.unfinished_calls else ""),
+            *(
+                [f"  ended early                {early_words(self.ended_early, self.rollouts)}"]
+                if self.ended_early
+                else []
+            ),
             f"  token_in_rate              {_dash(self.token_in_rate, '.4g')}",
             f"  token_in_rate_after_roots  {_dash(self.token_in_rate_after_roots, '.4g')}",
             *(
@@ -131,12 +140,10 @@ class Summary:
         run_dir = Path(self.notebook).parent
         lines = [f"  nothing was trained        {len(self.rejected)} of {self.rollouts} rollouts were rejected"]
         next_step = f"workbench inspect {as_word(run_dir)}"
-        if self.rejected:
-            ((cause, count),) = Counter(row["cause"] for row in self.rejected).most_common(1)
-            alike = [row for row in self.rejected if row["cause"] == cause]
-            ((detail, _),) = Counter(row["detail"] for row in alike).most_common(1)
-            lines[0] += f", {count} of them as {cause}" + (f", most often: {in_words(detail)}" if detail else "")
-            next_step += f" {next(row['rollout_id'] for row in alike if row['detail'] == detail)}"
+        if (most := commonest(self.rejected)) is not None:
+            lines[0] += f", {most.count} of them as {most.cause}"
+            lines[0] += f", most often: {most.words}" if most.detail else ""
+            next_step += f" {most.rollout_id}"
         return [*lines, f"                             Next: {next_step}"]
 
 
@@ -173,6 +180,7 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
         token_in_rate=rates["token_in_rate"],
         token_in_rate_after_roots=rates["token_in_rate_after_roots"],
         echo_wrong_rows=None if campaign["capture_enabled"] else int(run.groups["echo_wrong_rows"].sum()),
+        ended_early=count_early(rollouts["ended_early"]),
         rejected=rollouts.filter(pl.col("cause").is_not_null())
         .sort("group_id", "index")
         .select("rollout_id", "step", "cause", "detail", "call_id", "position", "reward")

@@ -32,6 +32,7 @@ from workbench.train.votes import DISAGREES, Ballot, cast_votes
 
 _OF_THE_TRAINER = ("rows", "tokens", "sampled_tokens", "reward_mean", "valid_row_rate")
 """Values that the groups of a step give as well and the trainer says last: of its batch as it voted."""
+_RETAKEN = "retaken_mean_abs_delta"
 _DOUBLE, _SINGLE = 1e-9, 1e-6
 """Largest difference, relative to max(1, |value|): of what was computed in float64, and from float32 log-probs."""
 
@@ -161,16 +162,20 @@ class _Step:
         if line is not None:
             total = sum((self.known.metrics[group_id] for group_id in group_ids), GroupMetrics())
             pooled = total.model_dump(mode="json") | total.rates() | {"group_ids": group_ids}
-            for name in _OF_THE_TRAINER:
-                del pooled[name]
+            # A line that a resume wrote of a step whose weights it could load has nothing of the trainer's.
+            measured_by_trainer = "loss" in line or "token_lag_max" in line
+            if measured_by_trainer:
+                pooled = {name: value for name, value in pooled.items() if name not in _OF_THE_TRAINER}
             self._differs_in_line(line, pooled, _DOUBLE)
-            if ballot is not None:
+            if ballot is not None and measured_by_trainer:
                 voted = ballot.metrics(rows)
                 self._differs_in_line(line, voted, _DOUBLE)
-                measured = self._measured(rows, ballot)
-                self._differs_in_line(
-                    line, {name: value for name, value in measured.items() if name not in voted}, _SINGLE
-                )
+                # A step that a resume took again has a line about log-probs that are not those of its part.
+                if _RETAKEN not in line:
+                    measured = {
+                        name: value for name, value in self._measured(rows, ballot).items() if name not in voted
+                    }
+                    self._differs_in_line(line, measured, _SINGLE)
 
     def _differs_in_line(self, line: Mapping[str, Any], found: Mapping[str, Any], bound: float) -> None:
         for what in _changed(line, found, bound):

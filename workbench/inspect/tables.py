@@ -21,6 +21,7 @@ from workbench.inspect.ids import check_run, short_id
 from workbench.inspect.snapshot import LiveView
 from workbench.inspect.style import bar_list, panels, say_nothing_to_show
 from workbench.runs.drift import drift_frame
+from workbench.runs.early import count_early, early_words
 
 if TYPE_CHECKING:
     from workbench.inspect.live.poison import PoisonAndChain
@@ -55,6 +56,7 @@ class PoisonTable(LiveView):
             )
             .sort(["rollouts", "cause"], descending=[True, False])
         )
+        self.early = count_early(rollouts["ended_early"])
         self.details = (
             rejected.group_by("cause", "detail", maintain_order=True)
             .agg(pl.len().cast(pl.Int64).alias("rollouts"), pl.col("rollout_id").first().alias("example"))
@@ -144,6 +146,8 @@ class PoisonTable(LiveView):
             header = ("cause, and what it means", "rollouts", "share", "steps", "example, and where in it", "detail")
             parts.append(markup.table(header, [self._cause_row(row) for row in self.causes.to_dicts()]))
             parts += [self._details_of(row) for row in self.causes.to_dicts() if row["details"] > 1]
+        if self.early:
+            parts.append(markup.line(f"Ended early, with a vote all the same: {early_words(self.early, self.total)}."))
         if self.failures.height:
             calls = int(self.failures["calls"].sum())
             parts.append(
