@@ -57,6 +57,11 @@ def first_difference(was: ItemDigest, now: ItemDigest | None) -> Difference | No
     return None
 
 
+def begin_alike(old: str, new: str) -> int:
+    """With how many characters two texts begin alike."""
+    return next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+
+
 def _missing(old: Leaf | None, new: Leaf | None) -> Difference:
     return Difference(
         (old or new).path,  # type: ignore[union-attr]
@@ -79,7 +84,7 @@ def _between(path: str, was: Leaf, now: Leaf) -> Difference:
         only = alike(forms_of(old), forms_of(new))
         if old == new:  # a text and a number that reads the same
             old, new = _json_of(old_value), _json_of(new_value)
-    at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    at = begin_alike(old, new)
     return Difference(path, at, _excerpt(old, at), _excerpt(new, at), only)
 
 

@@ -89,7 +89,7 @@ class ItemDigest(NamedTuple):
         except FingerprintError:
             digest = _short(item)
         fields = item if isinstance(item, Mapping) else {}
-        text = _visible_text(fields.get("content"))
+        text = visible_text(fields.get("content"))
         return cls(
             role=str(fields.get("role") or fields.get("type") or ""),
             digest=digest[:16],
@@ -159,7 +159,8 @@ def read_items(path: Path) -> list[CallItems]:
     return calls
 
 
-def _visible_text(content: Any) -> str:
+def visible_text(content: Any) -> str:
+    """The text of an item's content, its parts joined; empty where there is none."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
