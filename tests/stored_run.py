@@ -20,10 +20,14 @@ from workbench.capture.core import CaptureCore
 from workbench.capture.staging import MemorySink
 from workbench.finalizer.group import assemble
 from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome
+from workbench.finalizer.metrics import pool_metrics
 from workbench.finalizer.parts import write_group
+from workbench.finalizer.rows import pack_row
 from workbench.ledger import LedgerStore, assemble_receipt
 from workbench.runs.vocabulary import Vocabulary
 from workbench.runs.writer import RunWriter, write_part
+from workbench.train.rows import unpack_row
+from workbench.train.votes import cast_votes
 from workbench.wire import CallRecord, Cause, RolloutCommit
 
 START, END = 256, 257
@@ -112,11 +116,12 @@ class StoredRun:
         self.writer.status({"status": "running", "phase": "set-up", "run": run_dir.name})
         (run_dir / "recipe.yaml").write_text(
             "name: stored\nmodel: {path: made-up}\nenvironment: {name: guess_number}\ntoken_capture: {enabled: true}\n"
+            "train: {max_staleness: 1, advantage: {name: grpo, options: {}}}\n"
         )
         (run_dir / "vocabulary.json").write_bytes(VOCABULARY.dump())
 
     def play(self, rollout_id: str, turns: int, *, kind: str) -> tuple[Rollout, str | None]:
-        """One guessing game. `kind`: plain, retry, branch, edit, nan or length. Returns it and its last served id."""
+        """One guessing game. `kind`: plain, early, retry, branch, edit, nan or length. Returns it and its last id."""
         rollout = Rollout(self, rollout_id, items=[{"role": "user", "content": "A number from 1 to 20 🎲"}])
         tail = "<|im_start|>user\nA number from 1 to 20 🎲<|im_end|>\n<|im_start|>assistant\n"
         last = None
@@ -167,6 +172,7 @@ class StoredRun:
                     failures=manifest.failures,
                     reward=reward,
                     reward_components={"guess": reward},
+                    ended_early="window full: 40 tokens, at most 32" if kind == "early" else None,
                 )
             )
         request = FinalizationRequest(group_id=group_id, weight_version=self.version, rollouts=outcomes)
@@ -188,8 +194,10 @@ class StoredRun:
         """One optimiser step over freshly played groups; the trainer's log-probs are the sampler's plus small noise."""
         self.train_rows = {}
         per_step = len(groups)
-        for offset, kinds in enumerate(groups):
-            self.group(step, (step - 1) * per_step + offset, kinds)
+        made = [self.group(step, (step - 1) * per_step + offset, kinds) for offset, kinds in enumerate(groups)]
+        batch = [unpack_row(pack_row(row)) for rows in self.train_rows.values() for row in rows]
+        ballot = cast_votes(batch, version=step - 1, advantage={"name": "grpo", "options": {}})
+        advantages = dict(zip((row.rollout_id for row in batch), ballot.advantages.tolist(), strict=True))
         noise = np.random.default_rng(step)
         columns: dict[str, list[Any]] = {
             name: []
@@ -206,20 +214,19 @@ class StoredRun:
                 "delta",
             )
         }
-        valid, deltas = 0, []
+        deltas = []
         for group_id, rows in self.train_rows.items():
             for row in rows:
                 mask_T = row.token_mask.astype(bool)
                 trainer_T = np.where(mask_T, row.logprobs + noise.normal(0, 0.03, mask_T.size), 0).astype(np.float32)
                 delta_T = np.where(mask_T, trainer_T - row.logprobs, 0).astype(np.float32)
-                valid += row.sample_mask
-                deltas.append(np.abs(delta_T[mask_T]))
+                deltas.append(np.abs(delta_T[mask_T & bool(row.sample_mask)]).astype(np.float64))
                 for name, value in (
                     ("step", step),
                     ("group_id", group_id),
                     ("rollout_id", row.rollout_id),
                     ("index", row.index),
-                    ("advantage", float(row.reward - 0.3) * row.sample_mask),
+                    ("advantage", advantages[row.rollout_id]),
                     ("sample_mask", row.sample_mask),
                     ("left_out", None if row.sample_mask else "placeholder"),
                     ("loss_mask", row.token_mask * row.sample_mask),
@@ -229,21 +236,13 @@ class StoredRun:
                     columns[name].append(value)
         write_part(self.run_dir / "train" / f"step-{step}.parquet", "train", columns)
         self.version = step
-        rows_count = sum(len(kinds) for kinds in groups)
-        self.writer.step(
-            {
-                "step": step,
-                "weight_version": step,
-                "group_ids": list(self.train_rows),
-                "rows": rows_count,
-                "valid_row_rate": valid / rows_count,
-                "reward_mean": 0.1 * step,
-                "token_in_rate": 0.6,
-                "token_in_rate_after_roots": 0.95,
-                "mean_abs_logprob_delta": float(np.concatenate(deltas).mean()),
-                "proof_mean_abs_delta": 0.03,
-            }
-        )
+        of_the_batch = {
+            "tokens": sum(len(row.token_ids) for row in batch),
+            "sampled_tokens": sum(int(row.loss_mask.sum()) for row in batch),
+            "mean_abs_logprob_delta": float(np.concatenate(deltas).mean()),
+        }
+        line = {"step": step, "weight_version": step, **pool_metrics(made), **ballot.metrics(batch), **of_the_batch}
+        self.writer.step(line | {"proof_mean_abs_delta": 0.03})
 
     def finish(self) -> Path:
         """Close the run as done."""

@@ -69,13 +69,35 @@ async def test_the_environment_in_the_documents_is_played_and_scored(tmp_path):
 
     async def refuse(**request: Any) -> None:
         answer: Any = httpx.Response(400, request=httpx.Request("POST", "http://gateway"))
-        raise openai.BadRequestError("too long", response=answer, body={})
+        raise openai.BadRequestError("too long", response=answer, body={"code": "context_length_exceeded"})
 
     client = SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=refuse)))
     environment = names["Letters"]({})
     full = await environment.run(client, "policy", environment.task(1), random.Random(1))
     assert full.error == "the first request was refused: too long"
     assert environment.reward(environment.task(1), full).total == 0.0
+
+
+@pytest.mark.parametrize(
+    ("second_turn", "vote", "said"),
+    [
+        ('"word " * 4000', 1, "window full: Error code: 400 - This model's maximum context length is "),
+        ('{"text": "an object"}', 0, "the agent's call failed: BadRequestError: Error code: 400 - content must be "),
+        # An agent's own words are no sign of a full window.
+        ('[{"type": "maximum context length"}, 7]', 0, "the agent's call failed: BadRequestError: Error code: 400 - "),
+    ],
+)
+async def test_of_the_refusals_only_that_of_a_full_window_trains(tmp_path, second_turn, vote, said):
+    page = (EXAMPLES.parent / "docs" / "your_own.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    code = code.replace('"content": ask}', f'"content": {second_turn} if turn else ask}}')
+    (tmp_path / "mine.py").write_text(code)
+    outcome, summary = await played("mine.py:Letters", [{"text": "Tree."}], tmp_path, tmp_path)
+    assert (summary.sample_mask, summary.cause) == (vote, None if vote else Cause.ROLLOUT_FAILED)
+    assert (summary.ended_early if vote else summary.detail).startswith(said)
+    row = runs.open(tmp_path / "run").rollouts.row(0, named=True)
+    assert row["ended_early"] == summary.ended_early == outcome.ended_early
+    assert (row["ended_early"] is not None) == bool(vote)
 
 
 async def test_a_black_box_trains_on_the_chain_that_its_output_names(tmp_path):

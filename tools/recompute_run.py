@@ -4,11 +4,11 @@
 
 Reads recipe.yaml, steps.jsonl and the Parquet parts of rows/ and train/. Per step: advantages from rewards; which
 tokens are in the loss, from masks, versions and log-probs; the clipped loss and the agreement numbers from stored
-log-probs; and log-probs by a plain forward pass of transformers where the
-weights of the step are at hand: the first step's are the model that the run started from (--model), others' lie in
-weights/ of the run while they are kept, and count only in float32. Where the run replayed a mixture's routes, so does
-the forward pass, with those in calls/. Prints the largest difference of each and exits 1 where one is beyond its bound.
-It imports nothing of Workbench, so that the two can only agree by being right.
+log-probs; and log-probs by a plain forward pass of transformers where the weights of the step are at hand: the first
+step's are the model that the run started from (--model), others' lie in weights/ of the run while they are kept, and
+count only in float32. Where the run replayed a mixture's routes, so does the forward pass, with those in calls/. Prints
+the largest difference of each, or why nothing was compared, and exits 1 where one is beyond its bound. It imports
+nothing of Workbench, so that the two can only agree by being right.
 """
 
 from __future__ import annotations
@@ -35,6 +35,13 @@ BOUNDS = {
     "logprob": 2e-4,
 }
 """Largest |stored - recomputed|. Sums in float32 and float64 differ by the loss's; log-probs in nat."""
+
+NOTHING = {
+    "loss": "with a KL penalty it needs the log-probs of the model that the run started from",
+    "logprob": "no step has its weights at hand (--model FOLDER: those of the first; weights/ keeps the last ones, and "
+    "they count where model.dtype is float32)",
+}
+"""Why there may be nothing to compare; of all others, that no step was taken or no token sampled."""
 
 TOKEN_ARRAYS = ("token_ids", "token_mask", "logprobs", "loss_mask", "trainer_logprobs")
 
@@ -266,6 +273,10 @@ def recompute(run: Path, model: Path | None = None) -> Comparison:
     return result
 
 
+def _why_nothing(what: str, last_step: int) -> str:
+    return NOTHING[what] if last_step and what in NOTHING else "no step has a sampled token"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", type=Path, help="directory of a run")
@@ -275,6 +286,9 @@ def main() -> int:
         parser.error(f"no run in {asked.run}: expected a directory such as reports/first, with a recipe.yaml")
     result = recompute(asked.run, asked.model)
     for what, bound in BOUNDS.items():
+        if not result.count[what]:
+            print(f"{what:24} not compared: {_why_nothing(what, result.step)}")
+            continue
         steps = ", ".join(map(str, result.beyond[what]))
         mark = f"  BEYOND its bound in step {steps}" if steps else ""
         said = f"{result.count[what]:7} values, largest difference {result.worst[what]:.2e} (bound {bound:g}){mark}"

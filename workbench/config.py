@@ -74,6 +74,7 @@ def resolve_recipe(path_or_name: str | Path, overrides: Sequence[str] = ()) -> R
     for layer in layers:
         # Interpolations stay as written until every layer is in, so that they see the final values.
         written = _plain(layer.values)
+        _check_colons(written, layer.origin)
         _check_keys(written, Recipe, layer.origin)
         _forget_options_of_another(merged, layer.values)
         merged = _mapping(OmegaConf.merge(merged, layer.values))
@@ -268,6 +269,15 @@ def _check_keys(values: Any, schema: type[BaseModel], origin: str, prefix: str =
             _check_keys(value, field.annotation, origin, f"{prefix}{key}.")
 
 
+def _check_colons(written: Mapping[str, Any], origin: str) -> None:
+    """Refuse `{turns:3}`, which YAML reads as one long key without a value."""
+    for key, value in _leaves(written):
+        name, colon, meant = key.rpartition(".")[2].partition(":")
+        if value is None and colon and name and meant:
+            where = key.removesuffix(f":{meant}")
+            raise RecipeError(f"{origin}: {where}: a blank is missing after the colon: {{{name}: {meant}}}")
+
+
 def _all_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
     keys = []
     for name, field in schema.model_fields.items():
@@ -277,8 +287,22 @@ def _all_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
     return keys
 
 
+#: What other trainers call a key of ours.
+_ALSO_CALLED = {
+    "lr": "train.learning_rate",
+    "max_steps": "train.steps",
+    "group_size": "train.rollouts_per_group",
+    "num_generations": "train.rollouts_per_group",
+    "batch_size": "train.groups_per_step",
+    "kl_coef": "train.kl.coefficient",
+}
+
+
 def _nearest(word: str, prefix: str, schema: type[BaseModel]) -> str:
-    """`, did you mean …?` for a near miss in this section, or for a key that stands in another one, else `.`"""
+    """`, did you mean …?` for a near miss in this section, or for a key that stands in another one, or has another name
+    elsewhere, else `.`"""
+    if word.lower() in _ALSO_CALLED:
+        return f", did you mean {_ALSO_CALLED[word.lower()]}?"
     here = nearest(word, schema.model_fields)
     near = [f"{prefix}{here}"] if here else [key for key in _all_keys(Recipe) if key.rpartition(".")[2] == word][:1]
     return f", did you mean {near[0]}?" if near else "."

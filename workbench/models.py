@@ -18,6 +18,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -41,6 +42,8 @@ SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db
 TINY_SEED = 20
 TINY_MOE_SEED = 21
 MAX_POSITIONS = 8192
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""How a model hub names a model; a relative path may look the same."""
 
 
 def models_dir() -> Path:
@@ -64,10 +67,20 @@ def resolve(name_or_path: str | Path) -> Path:
             f"Next: python -m workbench.models build {name_or_path}"
         )
     near = nearest(str(name_or_path), BUILDERS)
-    raise ModelMissing(
-        f"No model at {str(name_or_path)!r}: expected a folder with a config.json, or one of the names "
-        f"{', '.join(sorted(BUILDERS))} (built into {models_dir()}){f', did you mean {near}?' if near else '.'}"
-    )
+    words = f"one of the names {', '.join(sorted(BUILDERS))} (built into {models_dir()})"
+    how = f", did you mean {near}?" if near else "."
+    if _HUB_ID.fullmatch(str(name_or_path)):
+        how += (
+            f" Nothing is downloaded for a run. Next: huggingface-cli download {name_or_path} --local-dir FOLDER, and "
+            "model.path=FOLDER"
+        )
+    raise ModelMissing(f"No model at {str(name_or_path)!r}: expected a folder with a config.json, or {words}{how}")
+
+
+def may_be_elsewhere(path: str) -> bool:
+    """Whether a model that is not here can be on another machine all the same: a name that is built there, or a path
+    that does not depend on where the command runs."""
+    return path in BUILDERS or Path(path).expanduser().is_absolute()
 
 
 def experts_of(folder: Path) -> int:

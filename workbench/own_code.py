@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+import signal
 import sys
 import sysconfig
 import traceback
@@ -99,6 +100,13 @@ def raised(error: BaseException) -> str:
     said = named(error)
     unawaited = isinstance(error, (TypeError, AttributeError)) and re.search(r"\bcoroutine\b", said)
     return f"{said}{raised_at(error) or _at(_called(error)[:1])}{'; is an await missing there?' if unawaited else ''}"
+
+
+def by_ctrl_c(error: KeyboardInterrupt) -> bool:
+    """Whether a signal raised it, and not somebody's code: only where the signal's handler is one that raises."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        return True
+    return traceback.extract_tb(error.__traceback__)[-1].name == "_on_sigint"  # asyncio's, at the second Ctrl-C
 
 
 def named(error: BaseException) -> str:

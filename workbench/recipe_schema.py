@@ -50,11 +50,13 @@ class Sampling(Section):
     temperature: Annotated[float, Field(gt=0.0, le=2.0)] = 1.0
     """What the policy samples with; the trainer divides logits by the same number."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Nucleus sampling; 1.0 is off."""
+    """Nucleus sampling; 1.0 is off, and all that is taken, by `workbench serve` too: a trainer scores all tokens, not
+    the truncated set that was sampled from."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Keep the k most likely tokens; 0 is off."""
+    """Keep the k most likely tokens; 0 is off, and all that is taken, for the same reason."""
     min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    """Drop tokens less likely than this share of the most likely one; 0.0 is off."""
+    """Drop tokens less likely than this share of the most likely one; 0.0 is off, and all that is taken, for the same
+    reason."""
     max_tokens: Positive = 64
     """The most tokens that one call may sample."""
     seed_each_call: bool = False
@@ -288,8 +290,9 @@ class Recipe(Section):
         for key, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
             if getattr(self.sampling, key) != neutral:
                 raise ValueError(
-                    f"sampling.{key}: expected {neutral:g}, because the trainer scores all tokens, not the sampler's "
-                    f"truncated set, so that every ratio would be off; got {getattr(self.sampling, key):g}"
+                    f"sampling.{key}: expected {neutral:g}, because a trainer, this one or another that a served run's "
+                    f"rows are for, scores all tokens, not the sampler's truncated set, so that every ratio would be "
+                    f"off; got {getattr(self.sampling, key):g}"
                 )
         if self.sampling.max_tokens >= self.model.max_model_len:
             raise ValueError(

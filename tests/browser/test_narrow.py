@@ -3,6 +3,7 @@ nothing but what scrolls by itself is wider than its column."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from workbench.demo import recorded_run
 from workbench.inspect import (
     CampaignBoard,
     LogprobDelta,
+    Optimisation,
     PoisonTable,
     PrefixChain,
     RowDiff,
@@ -63,6 +65,24 @@ def test_a_live_view_can_be_read_in_a_narrow_column(browser: Browser, name: str)
     page.close()
 
 
+@pytest.mark.parametrize("width", [WIDTH, 1000])
+def test_the_bars_of_a_mean_are_on_one_line_in_a_live_view(browser: Browser, width: int) -> None:
+    page, _ = mount(browser, LogprobDelta(runs.open(recorded_run())).live.children[0], width=width)
+    whole = page.locator("[data-wb] span", has_text=re.compile(r"^\|Δ\|$"))
+    assert page.locator(".wb-title").first.locator("span").count() == 1 and whole.count() > 1
+    for each in whole.all():
+        assert each.evaluate("node => node.getClientRects().length") == 1
+    page.close()
+
+
+def test_every_step_of_a_short_run_has_its_tick(browser: Browser) -> None:
+    run = runs.open(recorded_run())
+    page, _ = mount(browser, CampaignBoard(run).live, width=WIDTH)
+    drawn = page.locator("svg.wb-plot").first.locator("text").all_text_contents()
+    assert [each for each in drawn if each in ("1", "2", "3", "4")][-4:] == ["1", "2", "3", "4"], drawn
+    page.close()
+
+
 def test_a_long_name_breaks_where_its_column_is_narrow(browser: Browser) -> None:
     page, _ = mount(browser, PoisonTable(runs.open(recorded_run())).live.children[0], width=WIDTH)
     name = page.locator("td", has_text="request_finished_without_staged_coordinates").bounding_box()
@@ -82,7 +102,14 @@ def report(browser: Browser, folder: Path, *shown: str, **context: Any) -> Page:
 
 def test_a_report_is_as_wide_as_a_narrow_window_whatever_its_tables_hold(browser: Browser, tmp_path: Path) -> None:
     run = runs.open(recorded_run())
-    page = report(browser, tmp_path, PoisonTable(run).html(), LogprobDelta(run).html(), run.steps._repr_html_())
+    page = report(
+        browser,
+        tmp_path,
+        PoisonTable(run).html(),
+        LogprobDelta(run).html(),
+        Optimisation(run).html(),
+        run.steps._repr_html_(),
+    )
     assert page.evaluate("document.documentElement.scrollWidth") == 480
     # What a table is wider by can be scrolled to.
     last = page.locator("table").first.locator("th").last
@@ -95,7 +122,13 @@ def test_a_report_is_as_wide_as_a_narrow_window_whatever_its_tables_hold(browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_static_view_can_be_read_on_a_light_and_on_a_dark_page(browser: Browser, tmp_path: Path, scheme: Any) -> None:
     run = runs.open(recorded_run())
-    views = (PoisonTable(run), TokenStrip(run, telling_rollout(run)), RowDiff(run, run), CampaignBoard(run))
+    views = (
+        PoisonTable(run),
+        TokenStrip(run, telling_rollout(run)),
+        RowDiff(run, run),
+        CampaignBoard(run),
+        Optimisation(run),
+    )
     page = report(browser, tmp_path, *(view.html() for view in views), color_scheme=scheme)
     for part in ("th", "td", "td b", "u", "div > b"):
         assert contrast(page.locator(part).first) >= 4.5, part

@@ -220,11 +220,30 @@ def test_recipe_check_says_that_capture_is_off_and_that_a_model_is_not_here(tmp_
     recipe.write_text("name: minimal\nmodel: {path: /nope}\nenvironment: {name: guess_number}\n")
     assert ended("recipe", "check", str(recipe)) == 0
     good, capture, model = capsys.readouterr().out.splitlines()
-    assert good == "minimal: good"
+    assert good == "minimal: nothing is wrong in it, but its model is not on this machine"
     assert capture == "token capture is off (token_capture.enabled: false): this run samples by the echo arm"
     assert model.startswith("model.path: no model at '/nope' on this machine; expected a folder with a config.json")
     assert ended("recipe", "check", str(recipe), "token_capture.enabled=true", "model.path=tiny") == 0
     assert capsys.readouterr().out == "minimal: good\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("smollm2", "built into .*, did you mean smollm2-135m?"),
+        (
+            "HuggingFaceTB/SmolLM2-135M",
+            "Nothing is downloaded for a run. Next: huggingface-cli download HuggingFaceTB/SmolLM2-135M "
+            "--local-dir FOLDER, and model.path=FOLDER",
+        ),
+        ("nowhere", "expected a folder with a config.json, or one of the names smollm2-135m, tiny, tiny-moe"),
+    ],
+)
+def test_a_recipe_whose_model_is_on_no_machine_is_refused_with_how_to_get_one(path, says, capsys):
+    assert ended("recipe", "check", "cpu_smoke", f"model.path={path}") == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(f"workbench: model.path: no model at '{path}'; ") and err.count("\n") == 1
+    assert all(part in err for part in says.split(".*"))
 
 
 def test_a_dry_run_that_finds_something_lacking_is_not_good(capsys):

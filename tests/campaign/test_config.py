@@ -112,6 +112,10 @@ def test_origins_say_where_each_value_came_from(tmp_path):
     [
         ("train.stps=3", "unknown key train.stps, did you mean train.steps?"),
         ("learning_rate=1", "unknown key learning_rate, did you mean train.learning_rate?"),
+        ("lr=1e-5", "unknown key lr, did you mean train.learning_rate?"),
+        ("train.lr=1e-5", "unknown key train.lr, did you mean train.learning_rate?"),
+        ("environment.options={turns:3}", "environment.options.turns: a blank is missing after the colon: {turns: 3}"),
+        ("train={steps:3}", "train.steps: a blank is missing after the colon: {steps: 3}"),
         ("environment.misbehave.rety=0.1", "did you mean environment.misbehave.retry?"),
         ("train.steps=many", "train.steps: expected a whole number ≥ 1, got 'many'"),
         ("train.steps=0", "train.steps: expected a whole number ≥ 1, got 0"),

@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 
-from workbench.campaign.environments import ENVIRONMENTS, AgentResult, Environment, make_environment
+from workbench.campaign.environments import ENVIRONMENTS, AgentResult, Environment, base, make_environment
 from workbench.campaign.environments.answer_form import read_answer
 from workbench.campaign.environments.guess_number import GuessNumber
 from workbench.config import load_recipe
@@ -19,6 +19,9 @@ from workbench.errors import RecipeError
 
 class Endpoint:
     """An OpenAI endpoint in this process: answers from a list (the last one for ever) and keeps every request."""
+
+    code = "context_length_exceeded"
+    """Of its refusals."""
 
     def __init__(self, answers: Sequence[str], refuse: Callable[[dict], bool] = lambda body: False) -> None:
         self.requests: list[dict] = []
@@ -32,7 +35,7 @@ class Endpoint:
     def _serve(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content)
         if self._refuse(body):
-            return httpx.Response(400, json={"error": {"message": "longer than the window", "code": 400}})
+            return httpx.Response(400, json={"error": {"message": "longer than the window", "code": self.code}})
         answer = self._answers[min(len(self.requests), len(self._answers) - 1)]
         self.requests.append(body)
         head = {"id": f"chatcmpl-{len(self.requests)}", "created": 1, "model": body["model"]}
@@ -166,6 +169,26 @@ async def test_a_full_window_ends_any_of_the_games():
     assert "longer than the window" in result.ended_early and result.response["id"] == "chatcmpl-1"
     refused = await play(made("environment.name=add_up"), Endpoint(["1"], refuse=lambda body: True))
     assert refused.response is None and "the only request was refused" in refused.error
+
+
+@pytest.mark.parametrize("game", ["guess_number", "say_briefly", "add_up", "file_fix"])
+async def test_any_other_refusal_is_raised_and_is_no_full_window(game: str):
+    endpoint = Endpoint(["Rain."], refuse=lambda body: len(body["messages"]) > (0 if game == "add_up" else 2))
+    endpoint.code = "invalid_request"
+    options = ["environment.options={turns: 2}"] if game == "say_briefly" else []
+    with pytest.raises(openai.BadRequestError, match="longer than the window"):
+        await play(made(f"environment.name={game}", *options), endpoint)
+
+
+def test_a_whole_number_is_taken_for_an_option_that_is_a_float_and_a_bool_is_not():
+    taken = base.take_options("mine", {"timeout_s": 30}, timeout_s=60.0, turns=2)
+    assert taken == {"timeout_s": 30.0, "turns": 2} and type(taken["timeout_s"]) is float
+    for wrong in (True, "30", None):
+        with pytest.raises(RecipeError, match=r"environment\.options\.timeout_s: expected float, like 60\.0; got "):
+            base.take_options("mine", {"timeout_s": wrong}, timeout_s=60.0)
+    for wrong in (True, 2.0):
+        with pytest.raises(RecipeError, match=r"expected int, like 2; got "):
+            base.take_options("mine", {"turns": wrong}, turns=2)
 
 
 async def test_an_agent_that_has_said_nothing_yet_has_nothing_to_edit():

@@ -54,7 +54,7 @@ class Client:
         answer = self.answers.pop(0)
         if isinstance(answer, int):
             response = httpx.Response(answer, request=httpx.Request("POST", "http://x"))
-            raise BadRequestError("longer than the window", response=response, body=None)
+            raise BadRequestError("too long", response=response, body={"code": "context_length_exceeded"})
         return answer
 
 

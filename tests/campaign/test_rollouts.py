@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -77,6 +78,10 @@ async def _returned(value: Any) -> Any:
 
 async def _raised(error: BaseException) -> Any:
     raise error
+
+
+class Sudden(BaseException):
+    """No `Exception`, as KeyboardInterrupt is none."""
 
 
 class Unprintable(Exception):
@@ -153,12 +158,27 @@ async def test_an_answer_that_no_call_gave_is_put_aside_with_what_it_nearly_is(r
     assert verdict.detail == (said if refuses else f"{said}; it has a newline. Next: leave it.")
 
 
+async def test_a_real_ctrl_c_in_an_agent_ends_more_than_its_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.default_int_handler)
+    player = captured(Reward(1.0), timeout_s=5.0)
+
+    async def run(*_: Any) -> AgentResult:
+        raise KeyboardInterrupt
+
+    player._environment.run = run  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        await player.run_agent(PLAN, None)
+    await player.close()
+
+
 async def test_a_task_that_cannot_be_had_is_a_sentence_and_one_that_never_comes_holds_nobody_up() -> None:
     never = threading.Event()
 
     def task(seed: int) -> Task:
         if seed == 2:
             raise KeyError("words")
+        if seed == 5:
+            raise KeyboardInterrupt
         never.wait(20.0 if seed == 3 else 0.0)
         return Task(f"t-{seed}", seed, {})
 
@@ -168,6 +188,7 @@ async def test_a_task_that_cannot_be_had_is_a_sentence_and_one_that_never_comes_
         assert await player.task(1) == Task("t-1", 1, {})
         place = f"{Path(__file__).name}:{task.__code__.co_firstlineno + 2}"
         assert await player.task(2) == f"task(2) raised KeyError: 'words' at {place}"
+        assert str(await player.task(5)).startswith("task(5) raised KeyboardInterrupt: ")
         waiting = asyncio.create_task(player.task(3))
         assert await player.task(4) == Task("t-4", 4, {}) and not waiting.done()
         assert await waiting == "task(3) did not come within rollouts.timeout_s=0.5"
@@ -198,6 +219,8 @@ async def test_rewards_that_never_come_cost_their_rollouts_the_vote_and_hold_nob
     [
         (ValueError("no number in it"), "its reward raised ValueError: no number in it"),
         (SystemExit(3), "its reward raised SystemExit: 3"),
+        (KeyboardInterrupt(), "its reward raised KeyboardInterrupt: "),
+        (Sudden("mine"), "its reward raised Sudden: mine"),
         (Unprintable(), "its reward raised Unprintable: (it cannot be printed)"),
         (ValueError("two\nlines \ud800"), "its reward raised ValueError: two lines ?"),
         (lambda: None, "returned None, expected Reward(total, components)"),
@@ -256,6 +279,8 @@ async def test_a_reward_may_be_a_number_of_any_kind(total: Any) -> None:
         ),
         (lambda client: asyncio.to_thread(int, "x"), 60.0, "the agent raised ValueError: invalid literal"),
         (lambda client: sys.exit(3), 60.0, "the agent raised SystemExit: 3"),
+        (lambda client: _raised(KeyboardInterrupt()), 60.0, "the agent raised KeyboardInterrupt: at test_rollouts.py"),
+        (lambda client: _raised(Sudden("mine")), 60.0, "the agent raised Sudden: mine at test_rollouts.py"),
         (lambda client: _raised(TimeoutError("mine")), 60.0, "the agent raised TimeoutError: mine at test_rollouts.py"),
         (lambda client: _raised(asyncio.CancelledError()), 60.0, "the agent raised CancelledError: "),
         (lambda client: _returned(None), 60.0, f"{RUN} None, expected AgentResult(…)"),

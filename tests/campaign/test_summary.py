@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import orjson
+import pyarrow.parquet as pq
 import pytest
 from stored_run import StoredRun, make_run
 
@@ -19,6 +20,10 @@ from workbench.campaign.summary import summarise
 from workbench.campaign.verify_run import verify_run
 from workbench.config import load_recipe
 from workbench.errors import RunStoreError, SetupError
+from workbench.finalizer import parts
+from workbench.finalizer.stored import read_group
+from workbench.inspect import PoisonTable
+from workbench.runs import schema
 from workbench.runs.shelf import overview
 from workbench.runs.writer import RunWriter
 
@@ -64,6 +69,40 @@ def test_calls_of_rollouts_that_were_still_played_are_counted_apart(tmp_path):
     summary = summarise(stored.run_dir, notebook=Path("n.ipynb"), outcome=Outcome("stopped"), seconds=3.0)
     assert (summary.calls, summary.unfinished_calls) == (finished, 2)
     assert f"2 of 2 valid, {finished} calls and 2 of unfinished ones" in summary.text()
+
+
+def test_rollouts_that_ended_early_are_counted_by_reason_wherever_rollouts_are(tmp_path, monkeypatch):
+    stored = StoredRun(tmp_path / "run")
+    stored.step(1, [["plain", "early", "nan"], ["early", "plain", "plain"]])
+    stored.finish()
+    run = runs.open(stored.run_dir)
+    assert run.rollouts["ended_early"].drop_nulls().to_list() == ["window full: 40 tokens, at most 32"] * 2
+    assert [orjson.loads(text) for text in run.groups["ended_early"]] == [{"window full": 1}] * 2
+    assert orjson.loads(run.steps["ended_early"][0]) == {"window full": 2}
+    summary = summarise(stored.run_dir, notebook=Path("n.ipynb"), outcome=Outcome("done"), seconds=3.0)
+    assert summary.ended_early == {"window full": 2}
+    assert "ended early                2 of 6 rollouts: window full (2)" in summary.text()
+    assert "Ended early, with a vote all the same: 2 of 6 rollouts: window full (2)." in PoisonTable(run).html()
+
+
+def test_a_run_from_before_ended_early_was_stored_opens_and_is_gone_on_with(tmp_path, monkeypatch):
+    older = tuple(column for column in schema.TABLES["rows"] if column.name != "ended_early")
+    rows_as_now = parts.row_records
+    with monkeypatch.context() as before:
+        before.setitem(schema.TABLES, "rows", older)
+        before.setattr(
+            parts,
+            "row_records",
+            lambda *a: [{n: v for n, v in r.items() if n != "ended_early"} for r in rows_as_now(*a)],
+        )
+        stored = StoredRun(tmp_path / "run")
+        stored.step(1, [["plain", "plain"]])
+        stored.finish()
+    (part,) = (tmp_path / "run" / "rows").glob("g*.parquet")
+    assert "ended_early" not in pq.read_schema(part).names
+    assert runs.open(stored.run_dir).rollouts["ended_early"].to_list() == [None, None]
+    group = read_group(stored.run_dir, part.stem)
+    assert [summary.ended_early for summary in group.summaries] == [None, None]
 
 
 def test_the_list_of_runs_has_the_rates_of_the_summary(tmp_path):
@@ -278,7 +317,7 @@ def test_a_count_down_is_one_line_where_there_is_no_terminal(tmp_path):
 def test_a_recorded_run_is_small_verifies_and_names_no_path_of_this_machine(tmp_path, capsys):
     source = make_run(tmp_path / "stored", steps=3)
     target = record_demo(source, tmp_path / "demo")
-    assert "every digest and row holds" in capsys.readouterr().out
+    assert "every digest, row and step holds" in capsys.readouterr().out
     copy = runs.open(target)
     assert copy.rollouts.height >= 8 and copy.vocabulary().special
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())

@@ -13,6 +13,7 @@ import pytest
 from stored_run import make_run, rewrite_json_line
 
 from workbench import runs
+from workbench.campaign.verify_report import NOT_COVERED
 from workbench.campaign.verify_run import VerifyReport, verify_run
 from workbench.errors import RunStoreError
 from workbench.runs import schema
@@ -49,7 +50,7 @@ def test_a_run_as_it_was_written_holds(original):
     assert (report.groups, report.rollouts, report.rows_valid) == (2, 8, 6)
     assert report.calls > 16 and report.ledger_rows == report.calls - report.calls_not_captured
     assert report.calls == runs.open(original).calls.height and report.tokens > 500
-    assert repr(report).endswith("every digest and row holds")
+    assert repr(report).endswith("every digest, row and step holds")
 
 
 def test_one_changed_token_of_a_call_is_found(run_dir):
@@ -125,7 +126,9 @@ def test_a_group_that_a_kill_left_half_written_is_no_difference_and_said_to_be_u
     for _ in range(2):
         report = verify_run(run_dir)
         assert report.ok, str(report)
-        assert repr(report).endswith("every digest and row holds · unfinished, so it counts as never sampled: g00099")
+        assert repr(report).endswith(
+            "every digest, row and step holds · unfinished, so it counts as never sampled: g00099"
+        )
         (run_dir / "rows" / "g00099.parquet").unlink(missing_ok=True)
     (run_dir / "receipts" / "g00001.jsonl").unlink()
     assert {d.file for d in verify_run(run_dir).differences} == {"receipts/g00001.jsonl"}
@@ -346,7 +349,7 @@ def test_a_torn_last_line_is_a_remark_and_no_difference(run_dir, file):
     with (run_dir / file).open("ab") as log:
         log.write(b'{"model_call_id": "4f')
     report = verify_run(run_dir)
-    assert report.ok and repr(report).endswith("every digest and row holds · 1 remark")
+    assert report.ok and repr(report).endswith("every digest, row and step holds · 1 remark")
     (remark,) = report.remarks
     assert remark.startswith(f"{file}: its last line is torn") and "Next: nothing to do" in remark
     assert str(report).splitlines()[-1] == f"  remark: {remark}"
@@ -418,3 +421,89 @@ def test_a_line_of_a_newer_version_that_says_more_holds(tmp_path):
     path = make_run(tmp_path / "stored", steps=2) / "steps.jsonl"
     rewrite_json_line(path, 1, {"new": 1.0})
     assert verify_run(path.parent).ok
+
+
+def changed_step(run_dir: Path, **change: object) -> list[str]:
+    rewrite_json_line(run_dir / "steps.jsonl", 0, change)
+    return [str(difference) for difference in verify_run(run_dir).differences]
+
+
+def test_a_step_whose_line_says_something_else_than_its_rows_is_named(run_dir):
+    (line,) = (orjson.loads(line) for line in (run_dir / "steps.jsonl").read_bytes().splitlines())
+    (said,) = changed_step(run_dir, reward_mean=0.9)
+    assert said == f"steps.jsonl: step 1: reward_mean is 0.9, recomputed {line['reward_mean']!r}"
+    rates = ("token_in_rate", "token_in_rate_after_roots", "valid_rows", "reward_std", "calls", "rejections")
+    for name in (*rates, "advantage_abs_mean", "token_lag_mean", "mean_abs_logprob_delta", "sampled_tokens"):
+        (said,) = changed_step(run_dir, reward_mean=line["reward_mean"], **{name: 77})
+        assert f"steps.jsonl: step 1: {name} is 77, recomputed" in said
+        rewrite_json_line(run_dir / "steps.jsonl", 0, line)
+    report = verify_run(run_dir)
+    assert report.ok and report.steps == 1
+    assert str(report).splitlines()[-1].strip() == NOT_COVERED and "tools/recompute_run.py" in NOT_COVERED
+
+
+def test_a_group_whose_line_says_something_else_than_its_rows_is_named(run_dir):
+    rewrite_json_line(run_dir / "groups.jsonl", 1, {"valid_rows": 4})
+    (said,) = verify_run(run_dir).differences
+    assert str(said).startswith("groups.jsonl: group g00001: valid_rows is 4, recomputed ")
+
+
+@pytest.mark.parametrize("change", ["advantage", "left_out", "loss_mask"])
+def test_a_vote_that_the_rewards_and_the_recipe_do_not_give_is_named_with_its_rollout(run_dir, change):
+    def spoil(rows):
+        row = next(row for row in rows if row["rollout_id"] == "stored.0.1.0")
+        if change == "loss_mask":
+            row["loss_mask"][row["loss_mask"].index(1)] = 0
+        else:
+            row[change] = row["advantage"] + 0.01 if change == "advantage" else "off_policy"
+
+    change_part(run_dir / "train" / "step-1.parquet", "train", spoil)
+    only_difference(verify_run(run_dir), "train/step-1.parquet", "stored.0.1.0", f"{change} ")
+
+
+def test_advantages_that_were_shuffled_are_those_of_the_group_in_any_order(run_dir):
+    recipe = run_dir / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("options: {}", "options: {}, shuffle: true"))
+
+    def turn(rows):
+        first = [row for row in rows if row["group_id"] == "g00000"]
+        given = [row["advantage"] for row in first]
+        for row, value in zip(first, given[1:] + given[:1], strict=True):
+            row["advantage"] = value
+
+    change_part(run_dir / "train" / "step-1.parquet", "train", turn)
+    assert verify_run(run_dir).ok
+    change_part(run_dir / "train" / "step-1.parquet", "train", lambda rows: rows[0].update(advantage=5.0))
+    assert "advantage is" in str(verify_run(run_dir))
+
+
+def test_what_cannot_be_recomputed_for_want_of_a_recipe_is_said_and_no_difference(run_dir):
+    (run_dir / "recipe.yaml").write_text("name: stored\n")
+    report = verify_run(run_dir)
+    assert report.ok and report.not_compared == [
+        "advantages and votes of the steps: not compared, recipe.yaml names no estimator"
+    ]
+    (said,) = changed_step(run_dir, token_in_rate=0.123)
+    assert "token_in_rate is 0.123" in said
+
+
+def test_a_row_that_was_changed_is_one_difference_and_not_its_groups_and_steps_as_well(run_dir):
+    change_part(run_dir / "rows" / "g00000.parquet", "rows", lambda rows: rows[0].update(reward=0.99))
+    assert {difference.file for difference in verify_run(run_dir).differences} == {"rows/g00000.parquet"}
+
+
+def test_lines_that_a_resume_wrote_are_no_difference(run_dir):
+    """Of a step taken again log-probs may differ by what another machine does; of one that was loaded the trainer said
+    nothing, and what is said is what its groups give."""
+    (line,) = (orjson.loads(line) for line in (run_dir / "steps.jsonl").read_bytes().splitlines())
+    off = line["mean_abs_logprob_delta"] + 1e-4
+    assert changed_step(run_dir, mean_abs_logprob_delta=off)
+    assert changed_step(run_dir, mean_abs_logprob_delta=off, retaken_mean_abs_delta=1e-4) == []
+    groups = [orjson.loads(line) for line in (run_dir / "groups.jsonl").read_bytes().splitlines()]
+    pooled = {"step": 1, "weight_version": 1, "group_ids": [group["group_id"] for group in groups]}
+    pooled |= {name: sum(group[name] for group in groups) for name in ("rows", "tokens", "valid_rows")}
+    assert pooled["tokens"] < line["tokens"]
+    (run_dir / "steps.jsonl").write_bytes(orjson.dumps(pooled) + b"\n")
+    assert verify_run(run_dir).ok
+    (said,) = changed_step(run_dir, tokens=5)
+    assert "tokens is 5" in said

@@ -52,7 +52,7 @@ def test_the_run_and_the_recorded_one_hold(original):
     for path in (original, DEMO):
         report = verify_run(path)
         assert report.ok and not report.empty and not report.not_compared, str(report)
-        assert repr(report).endswith("every digest and row holds")
+        assert repr(report).endswith("every digest, row and step holds")
 
 
 def test_a_valid_ledger_row_that_the_receipt_does_not_name_is_found(run_dir):
@@ -129,7 +129,7 @@ def test_a_run_without_its_ledgers_says_that_they_were_not_compared(run_dir):
     shutil.rmtree(run_dir / "ledger")
     report = verify_run(run_dir)
     assert report.ok and report.ledger_rows == 0
-    assert repr(report).endswith("every digest and row holds · ledger/ not there: not compared")
+    assert repr(report).endswith("every digest, row and step holds · ledger/ not there: not compared")
 
 
 def test_a_receipts_reward_that_is_not_the_outcomes_is_found(run_dir):

@@ -68,6 +68,27 @@ async def test_every_kind_of_refusal_is_one_line_without_what_came_with_the_requ
     assert "sk-a-secret" not in written and "\x1b" not in written and "[2J" not in written
 
 
+async def test_what_is_replaced_or_left_out_of_requests_is_said_of_each_field_once(
+    agent: httpx.AsyncClient, tmp_path: Path
+) -> None:
+    sets = {"temperature": 0.1, "logprobs": True, "presence_penalty": 1.5, "logit_bias": {str(n): 5 for n in range(99)}}
+    for value in (0.1, 0.2):
+        await agent.post(CHAT.format("a.1"), json=ASK | sets | {"temperature": value})
+    await agent.post(CHAT.format("a.2"), json=ASK | {"temperature": 0.3, "top_p": 0.5, "max_tokens": 4})
+    with (tmp_path / FILE).open("ab") as file:  # another process of the gateway has seen one of them too
+        file.write(orjson.dumps({"rollout_id": "a.3", "field": "top_p", "came": "0.5", "used": "1.0"}) + b"\n")
+    only = "; from now on that is only counted, in /metrics"
+    biased = '{"0":5,"1":5,"2":5,"3":5,"4":5,"5":5,"6"…'
+    assert shown(tmp_path) == [
+        f"a.1  logprobs true of the request was left out{only}",
+        f"a.1  presence_penalty 1.5 of the request was left out{only}",
+        f"a.1  logit_bias {biased} of the request was left out{only}",
+        f"a.1  temperature 0.1 of the request was replaced by the recipe's 1.0{only}",
+        f"a.2  top_p 0.5 of the request was replaced by the recipe's 1.0{only}",
+    ]
+    assert 'workbench_overridden_fields_total{field="temperature"} 3.0' in (await agent.get("/metrics")).text
+
+
 async def test_a_flood_of_refusals_is_a_few_lines_and_a_file_of_bounded_size(
     agent: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,13 +30,16 @@ from workbench.inspect import (
     CaptureRate,
     Engagement,
     LogprobDelta,
+    Optimisation,
     PoisonTable,
     PrefixChain,
     RewardCurve,
+    RouterAgreement,
     RowDiff,
     SweepView,
     TokenStrip,
     look,
+    siblings,
     telling_rollout,
     trained_group,
     verified_rollout,
@@ -63,6 +66,7 @@ def views(run: runs.Run) -> list:
         LogprobDelta(run),
         CaptureRate(run),
         RewardCurve(run),
+        Optimisation(run),
     ]
 
 
@@ -118,7 +122,7 @@ def unreadable(figure) -> list[str]:
 
 def test_on_a_dark_page_a_picture_is_a_card_and_a_text_has_the_pages_colours(run):
     shown = [PrefixChain(run, "stored.0.1.0"), TokenStrip(run, "stored.0.1.0"), RowDiff(run, run), PoisonTable(run)]
-    for view in [*shown, LogprobDelta(run), CampaignBoard(run), CaptureRate(run), RewardCurve(run)]:
+    for view in [*shown, LogprobDelta(run), CampaignBoard(run), CaptureRate(run), RewardCurve(run), Optimisation(run)]:
         image = Image.open(BytesIO(view.snapshot().png)).convert("RGBA")
         right, bottom = image.width - 1, image.height - 1
         for corner in ((0, 0), (right, 0), (0, bottom), (right, bottom)):
@@ -284,9 +288,22 @@ def test_rollouts_of_one_cause_that_failed_for_different_reasons_are_said_to(run
         detail=pl.when(failed).then(pl.col("rollout_id").replace(told)),
     )
     html = PoisonTable(SimpleNamespace(rollouts=rollouts, calls=run.calls)).html()
-    assert "raised A at mine.py:3" in html and "and 1 other detail; all: .rejected" in html
+    assert "raised A at mine.py:3" in html and "and 1 other detail, below" in html
+    assert "<details>" in html and "rollout_failed: 2 details of 2 rollouts" in html and "raised B at mine.py:9" in html
     one = rollouts.filter(pl.col("rollout_id") != "stored.0.1.0")
-    assert "other detail" not in PoisonTable(SimpleNamespace(rollouts=one, calls=run.calls)).html()
+    html = PoisonTable(SimpleNamespace(rollouts=one, calls=run.calls)).html()
+    assert "other detail" not in html and "<details>" not in html
+
+
+def test_details_of_a_cause_are_counted_and_bounded(run):
+    rows = run.rollouts.head(1).drop("cause", "detail").join(
+        pl.DataFrame({"detail": ["lost the sandbox"] * 21 + [f"line {n}" for n in range(30)] + [None]}), how="cross"
+    )  # fmt: skip
+    many = PoisonTable(SimpleNamespace(rollouts=rows.with_columns(cause=pl.lit("rollout_failed")), calls=run.calls))
+    html = many.html()
+    assert "rollout_failed: 32 details of 52 rollouts" in html and ">21<" in html and "line 18" in html
+    assert "line 19" not in html and "Showing 20 of 32; the others are of 12 rollouts" in html
+    assert many.details["rollouts"].sum() == many.total == 52
 
 
 def test_numbers_of_a_difference_are_upstreams_formulas():
@@ -295,6 +312,21 @@ def test_numbers_of_a_difference_are_upstreams_formulas():
     assert numbers.token_mult_prob_error == pytest.approx(np.mean(np.exp(np.abs(d))))
     assert numbers.gen_kl_error == pytest.approx(np.mean(np.exp(d) - d - 1))
     assert numbers.mean_abs == pytest.approx(0.0875) and numbers.max_abs == pytest.approx(0.2)
+
+
+def test_the_difference_at_equal_weights_stands_beside_the_one_over_all_tokens(run):
+    recorded = runs.open(recorded_run())
+    tokens = recorded.logprobs().drop_nulls("delta")
+    equal = tokens.filter(pl.col("weight_version") == pl.col("step") - 1)["delta"].abs()
+    assert 0 < equal.len() < tokens.height
+    shown = LogprobDelta(recorded)
+    assert f"mean |Δ| {tokens['delta'].abs().mean():.4f} ({equal.mean():.4f} at equal weights)" in repr(shown)
+    assert ">equal weights<" in shown.html() and f">{equal.mean():.5f}<" in shown.html()
+    assert [part["name"] for part in shown.live.children[0].parts][:2] == ["all", "equal weights"]
+    stale = LogprobDelta(tokens.filter(pl.col("weight_version") < pl.col("step") - 1))
+    assert "(none at equal weights)" in repr(stale) and "No token is at equal weights" in stale.html()
+    fresh = LogprobDelta(tokens.filter(pl.col("weight_version") == pl.col("step") - 1))
+    assert "(all at equal weights)" in repr(fresh) and ">equal weights<" not in fresh.html()
 
 
 def test_the_bars_of_a_mean_are_not_parted_in_a_narrow_tables_head(run):
@@ -410,6 +442,14 @@ def test_a_view_made_of_the_wrong_thing_says_what_it_expected(run):
             view("a/run", "stored.0.1.0")
     with pytest.raises(RunStoreError, match=r"Expected a token frame, .* it has no token_id, sampled, logprob"):
         TokenStrip(run.calls, "stored.0.1.0")
+    for make in (
+        CampaignBoard, CaptureRate, Engagement, LogprobDelta, Optimisation, PoisonTable, RewardCurve, RouterAgreement,
+        telling_rollout, verified_rollout, siblings, trained_group, lambda name: RowDiff(run, name),
+    ):  # fmt: skip
+        with pytest.raises(RunStoreError, match=r"expected a run.*, got str; open a run: .*open_any\('a/run'\)"):
+            make("a/run")
+    with pytest.raises(RunStoreError, match="CaptureRate expected a run, got ForeignLedger, which has no steps"):
+        CaptureRate(runs.open_ledger(FOREIGN))
     two = pl.concat([run.tokens("stored.0.1.0"), run.tokens("stored.0.0.0")])
     with pytest.raises(RunStoreError, match=r"tokens of one rollout, got 2; name one"):
         TokenStrip(two)
@@ -556,3 +596,19 @@ def test_a_rollout_without_calls_says_why_and_is_not_taken_for_a_typing_error():
         PrefixChain(WithoutItsCalls(), rejected["rollout_id"])
     with pytest.raises(RunStoreError, match="No calls of rollout 'nobody' here; there are, for instance"):
         PrefixChain(recorded, "nobody")
+
+
+def test_the_best_run_at_its_last_step_is_one_that_has_a_step(tmp_path):
+    """A served run has rewards and no step, so nothing of it is `at the last step`."""
+    for name in ("one", "other", "served"):
+        shutil.copytree(recorded_run(), tmp_path / name)
+        status = json.loads((tmp_path / name / "status.json").read_text()) | {"run": name}
+        (tmp_path / name / "status.json").write_text(json.dumps(status))
+    (tmp_path / "served" / "steps.jsonl").write_bytes(b"")
+    (tmp_path / "served" / "status.json").write_text(json.dumps(status | {"command": "serve"}))
+    view = SweepView(tmp_path)
+    rewards = dict(view.table.select("run", "reward").rows())
+    assert rewards["served"] > rewards["one"] == rewards["other"]
+    assert "highest reward at the last step: one (" in repr(view)
+    shutil.rmtree(tmp_path / "other")
+    assert "highest reward" not in repr(SweepView(tmp_path))

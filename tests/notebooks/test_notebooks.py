@@ -16,6 +16,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from papermill import inspect_notebook
 from record_expected import CHECKED, NOTEBOOKS, environment, execute_notebook, is_checked, kept_of
 
 from workbench.campaign.notebook_file import MAX_BYTES, parameter_names
@@ -60,6 +61,13 @@ def test_sources_are_committed_without_outputs(name):
             assert len(cell.source.splitlines()) <= 14, "a cell does one thing; longer code belongs into the package"
 
 
+@pytest.mark.parametrize("name", WITH_PARAMETERS)
+def test_papermill_reads_every_parameter_of_a_notebook(name, caplog):
+    found = inspect_notebook(str(shipped("notebooks") / name))
+    assert list(found) == WITH_PARAMETERS[name] and all(each["help"] for each in found.values())
+    assert caplog.messages == []
+
+
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_expected_notebooks_belong_to_the_present_sources(name):
     kept = nbformat.read(EXPECTED / name, as_version=4)
@@ -92,6 +100,11 @@ def test_a_notebook_is_written_for_a_reader(name):
     text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
     for other in re.findall(r"`(\d\d_\w+\.ipynb)`", text):
         assert other in NOTEBOOKS, f"{name} sends its reader to {other}, which is not there"
+
+
+def test_damage_that_a_notebook_makes_on_purpose_is_announced_before_the_run_tells_of_it():
+    text = " ".join(source("04_poisoning.ipynb").cells[0].source.split())
+    assert "The broken line that the run below says it left out is one of the exhibits" in text
 
 
 def test_the_list_of_notebooks_is_complete():
@@ -186,6 +199,6 @@ def test_a_report_of_a_stored_run_says_the_same_twice_and_stays_small(tmp_path):
         assert (run_dir / "campaign.ipynb").stat().st_size < MAX_BYTES
     assert outputs[0] == outputs[1]
     pictures = sum("image/png" in o.get("data", {}) for cell in outputs[0] for o in cell or [])
-    assert pictures == 6
+    assert pictures == 7
     page = (run_dir / "campaign.html").read_text()
     assert page.count("data:image/png;base64") == pictures and "<script" not in page

@@ -102,3 +102,14 @@ def test_what_old_weights_sampled_is_left_out_as_the_recipe_says(copied, policy)
         assert code == (max_lag == 0), said
         assert (differences["loss_mask"] > 0) == (max_lag == 0)
         assert (differences["advantage"] > 1e-9) == (max_lag == 0 and policy == "reject")
+
+
+def test_what_nothing_was_compared_of_is_not_said_to_agree(copied):
+    code, said = recompute(copied)
+    (line,) = [line for line in said.splitlines() if line.startswith("logprob ")]
+    assert (
+        code == 0 and "not compared: no step has its weights at hand (--model FOLDER" in line and "0.00e+00" not in line
+    )
+    (copied / "steps.jsonl").write_text("")
+    code, said = recompute(copied)
+    assert [line.partition(" not compared: ")[2] for line in said.splitlines()] == ["no step has a sampled token"] * 6

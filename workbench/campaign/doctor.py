@@ -87,7 +87,8 @@ def refuse_unable(recipe: Recipe, *, training: bool = True) -> None:
 
 def remarks(recipe: Recipe) -> Iterator[str]:
     """What is right and may still surprise, a line each. Raises RecipeError where the model, if it is on this machine,
-    cannot be what the recipe makes of it; recipes are also checked on machines that will not run them."""
+    cannot be what the recipe makes of it, and where it is on none; recipes are also checked on machines that will not
+    run them."""
     for finding in (*parsers(recipe), window(recipe), heads(recipe), routes(recipe)):
         if not finding.good:
             raise RecipeError(f"{finding.what}: {finding.found}; {finding.cure}")
@@ -96,6 +97,8 @@ def remarks(recipe: Recipe) -> Iterator[str]:
     if not recipe.token_capture.enabled:
         yield "token capture is off (token_capture.enabled: false): this run samples by the echo arm"
     missing = model(recipe)
+    if not missing.good and not models.may_be_elsewhere(recipe.model.path):
+        raise RecipeError(f"{missing.what}: {missing.found}; {missing.cure}")
     if not missing.good:
         yield f"{missing.what}: {missing.found} on this machine; {missing.cure}"
 

@@ -38,4 +38,4 @@ class EchoPlayer(AgentRunner):
         reward = await self._scored(plan, result, error)
         response = result.response if result is not None else None
         self._finalizer.chains[rollout_id] = chain_of(echo.calls, str((response or {}).get("id")))
-        return outcome_of(plan, reward, started)
+        return outcome_of(plan, reward, result, started)

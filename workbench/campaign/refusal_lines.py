@@ -1,7 +1,8 @@
-"""Refusal lines: what the gateway refused, a line each, beside the lines of calls.
+"""Refusal lines: what the gateway refused, a line each, beside the lines of calls; and of each field that an agent
+sets and the recipe replaces, the first time.
 
 In: the file that its processes append to (`gateway.refused_log`). Out: rollout, status, reason, next step.
-Invariant: only reads; every line of the file once. Not here: what is refused and said of it (gateway).
+Invariant: only reads; every line of the file once, a field's too. Not here: what is refused and said of it (gateway).
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class RefusalLines:
         self._path = run_dir / FILE
         self._show = show
         self._read = 0
+        self._fields: set[str] = set()
 
     async def follow(self) -> None:
         """Look again and again, until cancelled."""
@@ -55,13 +57,22 @@ class RefusalLines:
         whole, _, _ = came.rpartition(b"\n")
         self._read += len(whole) + 1 if whole else 0
         for line in whole.splitlines():
-            self._show(line_of(orjson.loads(line)))
+            told = orjson.loads(line)
+            if (field := told.get("field")) is not None:
+                if field in self._fields:
+                    continue  # of another process of the same gateway
+                self._fields.add(field)
+            self._show(line_of(told))
 
 
 def line_of(refused: dict[str, Any]) -> str:
     """One refusal in one line."""
     if "more_within_s" in refused:
         return f"REFUSED more; of the next {refused['more_within_s']:g} s they are only counted, in /metrics"
+    if "field" in refused:
+        how = "left out" if refused["used"] is None else f"replaced by the recipe's {refused['used']}"
+        counted = "from now on that is only counted, in /metrics"
+        return f"{refused['rollout_id']}  {refused['field']} {refused['came']} of the request was {how}; {counted}"
     next_step = _NEXT.get(refused["code"], "")
     said = refused["message"].rstrip(".")
     who = f"{refused['rollout_id'] or '(no rollout)'}  "

@@ -147,8 +147,12 @@ class AgentRunner(ABC):
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise  # the campaign ends
             return None, f"the agent raised {own_code.raised(error)}"
-        except (Exception, SystemExit) as error:
+        except GeneratorExit:
+            raise  # nobody waits for this rollout any more
+        except BaseException as error:
             # An agent is code that we did not write: whatever it raises makes this rollout data, not a crash.
+            if isinstance(error, KeyboardInterrupt) and own_code.by_ctrl_c(error):
+                raise
             return None, f"the agent raised {own_code.raised(error)}"
         if (fault := fit.result_fault(self._environment, result)) is not None:
             return None, fault
@@ -195,7 +199,7 @@ class RolloutPlayer(AgentRunner):
             failure_reason=Cause.ROLLOUT_FAILED.value if isinstance(reward, str) else None,
             on_no_witness=self._on_no_witness,
         )
-        outcome = outcome_of(plan, reward, started, receipt=receipt, failures=manifest.failures)
+        outcome = outcome_of(plan, reward, result, started, receipt=receipt, failures=manifest.failures)
         if receipt.failure_reason != Cause.MISSING_TERMINAL or response is None:
             return outcome
         return outcome.model_copy(update={"detail": await self._nearest(rollout_id, response)})
@@ -208,7 +212,9 @@ class RolloutPlayer(AgentRunner):
             return None
 
 
-def outcome_of(plan: RolloutPlan, reward: Reward | str, started: float, **custody: Any) -> RolloutOutcome:
+def outcome_of(
+    plan: RolloutPlan, reward: Reward | str, result: AgentResult | None, started: float, **custody: Any
+) -> RolloutOutcome:
     """The outcome of a rollout that began at `started` (monotonic, s); one without a reward has failed for the words
     that stand in its place."""
     given = None if isinstance(reward, str) else reward
@@ -220,6 +226,7 @@ def outcome_of(plan: RolloutPlan, reward: Reward | str, started: float, **custod
         detail=reward if isinstance(reward, str) else None,
         reward=None if given is None else given.total,
         reward_components={} if given is None else given.components,
+        ended_early=None if result is None or result.ended_early is None else own_code.plain(result.ended_early),
         duration_s=time.monotonic() - started,
         **custody,
     )

@@ -20,7 +20,9 @@ from workbench.campaign.notebook_file import Outcome
 from workbench.inspect.causes import in_words
 from workbench.inspect.custody import guessed, guessed_words
 from workbench.places import as_word
+from workbench.runs.early import count_early, early_words
 from workbench.runs.shelf import finished_rollouts, token_in_rates
+from workbench.runs.tokens import at_equal_weights
 
 _SHOWN_REJECTIONS = 12
 
@@ -54,6 +56,8 @@ class Summary:
     """Of the valid rollouts, those whose last call nobody named, so that the parent links chose it."""
     guessed: str | None
     """The same in words, with the next step; None for none."""
+    ended_early: dict[str, int]
+    """Reason -> finalised rollouts whose agent stopped before the end."""
     rejected: list[dict[str, Any]]
     proofs: list[dict[str, Any]]
     trained_tokens: int
@@ -97,6 +101,11 @@ class Summary:
             f"  groups                     {self.groups}, rows in every group: {rows}",
             f"  rollouts                   {self.valid_rollouts} of {self.rollouts} valid, {self.calls} calls"
             + (f" and {self.unfinished_calls} of unfinished ones" if self.unfinished_calls else ""),
+            *(
+                [f"  ended early                {early_words(self.ended_early, self.rollouts)}"]
+                if self.ended_early
+                else []
+            ),
             f"  token_in_rate              {_dash(self.token_in_rate, '.4g')}",
             f"  token_in_rate_after_roots  {_dash(self.token_in_rate_after_roots, '.4g')}",
             *(
@@ -160,8 +169,7 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
     valid = int((rollouts["sample_mask"] == 1).sum())
     scored = run.logprobs().drop_nulls("delta")
     delta_T = scored["delta"].to_numpy()
-    # Step n is computed with the weights of version n - 1.
-    equal_T = scored.filter(pl.col("weight_version") == pl.col("step") - 1)["delta"].to_numpy()
+    equal_T = at_equal_weights(scored)["delta"].to_numpy()
     return Summary(
         run=run.name,
         status=outcome.status,
@@ -182,6 +190,7 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
         echo_wrong_rows=None if campaign["capture_enabled"] else int(run.groups["echo_wrong_rows"].sum()),
         heuristic_fraction=guessed(rollouts).height / valid if valid else None,
         guessed=guessed_words(rollouts, calls),
+        ended_early=count_early(rollouts["ended_early"]),
         rejected=rollouts.filter(pl.col("cause").is_not_null())
         .sort("group_id", "index")
         .select("rollout_id", "step", "cause", "detail", "call_id", "position", "reward")

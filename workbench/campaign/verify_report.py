@@ -12,6 +12,10 @@ from dataclasses import dataclass, field
 from workbench.inspect.html import count
 
 _SHOWN = 20
+NOT_COVERED = (
+    "not recomputed: the trainer's log-probs, loss, KL penalty and gradient norm, which need the model "
+    "(tools/recompute_run.py does the first two), and times, proofs and staleness, of which there is no second record"
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class VerifyReport:
     tokens: int = 0
     receipts: int = 0
     ledger_rows: int = 0
+    steps: int = 0
+    """Of which advantages, votes and the line were recomputed."""
     differences: list[Difference] = field(default_factory=list)
     not_compared: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
@@ -71,7 +77,9 @@ class VerifyReport:
             return f"Nothing to verify in {self.run}: no group was finished"
         many = "S" if len(self.differences) != 1 else ""
         # Without capture there is nothing that vouches for a token; only the joining of the turns can be repeated.
-        holds = "every digest and row holds" if self.receipts else "every row joins again; no receipts, so no digests"
+        holds = "every row joins again; no receipts, so no digests"
+        if self.receipts:
+            holds = "every digest, row and step holds" if self.steps else "every digest and row holds"
         remarks = [count(len(self.remarks), "remark")] if self.remarks else []
         verdict = holds if self.ok else f"{len(self.differences):,} DIFFERENCE{many}"
         uncaptured = f" ({self.calls_not_captured:,} not captured)" if self.calls_not_captured else ""
@@ -83,7 +91,7 @@ class VerifyReport:
         )
 
     def __str__(self) -> str:
-        lines = [repr(self)]
+        lines = [repr(self), *([f"  {NOT_COVERED}"] if self.steps else [])]
         for what, all_of_it in (("differences", self.differences), ("remarks", self.remarks)):
             lines += [f"  {'remark: ' * (what == 'remarks')}{each}" for each in all_of_it[:_SHOWN]]
             if len(all_of_it) > _SHOWN:

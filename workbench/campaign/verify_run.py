@@ -3,8 +3,8 @@
 In: a run directory. Out: a `VerifyReport`. For every stored call: call digest, extras digest, chain hash and cumulative
 hash from its own tokens and its parent's; for every group: receipts verified and linearised again, and the parts that
 come of them compared with the stored ones, column by column, id by id, log-prob by log-prob, placeholders and their
-causes included; against the ledgers: the same calls and failures (verify_ledger); for every step: differences and
-log-probs of the same length as the rows they belong to.
+causes included; against the ledgers: the same calls and failures (verify_ledger); for every group and step: what its
+line and the trainer's part say (verify_steps).
 Invariant: one changed bit in a call, a receipt, a ledger row or a row is a named difference (file, rollout, call),
 never an exception. Excepted is what a run has no second copy of: a rollout's `duration_s`, its `detail` where nothing
 was rejected for it, a receipt's reward of 0 that becomes none, and the ledger's columns that verify_ledger names. A
@@ -13,7 +13,6 @@ call that was already wrong when it was staged, and whose rollout was rejected f
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,13 @@ from pydantic import ValidationError
 from workbench.campaign.verify_ledger import verify_ledgers
 from workbench.campaign.verify_logs import recorded, verify_lines, verify_words
 from workbench.campaign.verify_report import VerifyReport
+from workbench.campaign.verify_steps import Recomputed, verify_group_lines, verify_steps
 from workbench.echo.finalizer import ECHOED, stored_chains
 from workbench.echo.rows import assemble_echo
 from workbench.errors import RunStoreError, StagingError, WireError
 from workbench.finalizer.group import assemble
 from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome
+from workbench.finalizer.metrics import GroupMetrics
 from workbench.finalizer.parts import call_records, row_records
 from workbench.finalizer.routes import RouteDims, RoutePlan, RouteSettings
 from workbench.finalizer.verdicts import Staged
@@ -57,14 +58,16 @@ def verify_run(run_dir: Path | str) -> VerifyReport:
     verify_words(run.path, report)
     unfinished = set() if done else _unfinished(run.path, stored - (groups or set()))
     verified = (stored | (groups or set())) - unfinished
+    known = Recomputed()
     for name in sorted(verified):
-        _Group(run.path, name, report).verify()
+        _Group(run.path, name, report, known).verify()
+    verify_group_lines(run.path, known, report)
     _tell_calls_without_receipt(run, report)
     if not run.damage and (words := guessed_words(run.rollouts, run.calls)) is not None:
         report.remarks.append(words)
     if unfinished:
         report.not_compared.append(f"unfinished, so it counts as never sampled: {', '.join(sorted(unfinished))}")
-    trained = _verify_training(run.path, verified, report)
+    trained = verify_steps(run.path, run.recipe, verified, known, report)
     steps = recorded(run.path / "steps.jsonl", "step", report)
     for step in sorted(steps or (), key=str):
         if not (run.path / "train" / f"step-{step}.parquet").exists():
@@ -97,13 +100,15 @@ def _unfinished(run_dir: Path, unrecorded: set[str]) -> set[str]:
 class _Group:
     """The three parts of one group, held against each other."""
 
-    def __init__(self, run_dir: Path, name: str, report: VerifyReport) -> None:
+    def __init__(self, run_dir: Path, name: str, report: VerifyReport, known: Recomputed) -> None:
         self.run_dir = run_dir
         self.name = name
         self.report = report
+        self.known = known
 
     def verify(self) -> None:
         self.report.groups += 1
+        found = len(self.report.differences)
         parts: dict[str, list[dict[str, Any]]] = {}
         for table in ("calls", "rows"):
             file = f"{table}/{self.name}.parquet"
@@ -115,6 +120,7 @@ class _Group:
                 parts[table] = read_parts(table, [self.run_dir / file]).to_dicts()
             except RunStoreError as error:
                 self._differs(file, None, None, str(error))
+        self.known.keep(parts.get("rows", ()))
         outcomes = self._outcomes() if len(parts) == 2 else None
         if outcomes is None:
             return
@@ -123,7 +129,9 @@ class _Group:
         self._verify_calls(parts["calls"], staged, rejected)
         self._verify_rewards(outcomes)
         verify_ledgers(self.run_dir, outcomes, self.report)
-        self._verify_rows(outcomes, staged, parts)
+        metrics = self._verify_rows(outcomes, staged, parts)
+        if metrics is not None and len(self.report.differences) == found:
+            self.known.metrics[self.name] = metrics
 
     def _differs(self, file: str, rollout_id: str | None, call_id: str | None, what: str) -> None:
         self.report.differs(file, rollout_id, call_id, what)
@@ -202,20 +210,23 @@ class _Group:
                 what = f"the receipt's reward is {outcome.receipt.reward}, the outcome's {outcome.reward}"
                 self._differs(f"receipts/{self.name}.jsonl", outcome.rollout_id, None, what)
 
-    def _verify_rows(self, outcomes: list[RolloutOutcome], staged: Staged, parts: dict[str, Any]) -> None:
+    def _verify_rows(
+        self, outcomes: list[RolloutOutcome], staged: Staged, parts: dict[str, Any]
+    ) -> GroupMetrics | None:
+        """Gives the group's metrics, recomputed; None where it cannot be put together."""
         file, rows = f"rows/{self.name}.parquet", parts["rows"]
         for outcome in outcomes:
             for record in outcome.receipt.manifest if outcome.receipt else ():
                 if record.staging_key not in staged:
                     what = "the receipt names this call, its part does not hold it"
                     self._differs(f"calls/{self.name}.parquet", outcome.rollout_id, record.model_call_id, what)
-                    return
+                    return None
         bos = next((row["token_ids"][0] for row in rows if row["placeholder"] == "bos" and row["token_ids"]), 0)
         try:
             request = FinalizationRequest(group_id=self.name, weight_version=0, rollouts=outcomes)
         except ValidationError as error:
             self._differs(f"receipts/{self.name}.jsonl", None, None, " ".join(str(error).split())[:300])
-            return
+            return None
         echoed = [row for row in parts["calls"] if row["disposition"] == ECHOED]
         # Without capture there are no receipts and no digests: what can be recomputed is how the turns were joined.
         if any(outcome.receipt is not None for outcome in outcomes) or not echoed:
@@ -244,6 +255,7 @@ class _Group:
                     self._differs(file, outcome.rollout_id, None, fault)
         for rollout_id in stored:
             self._differs(file, rollout_id, None, "the row has no receipt")
+        return assembly.metrics
 
     def _verify_records(self, recomputed: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
         """Every call and failure that the receipts name against its row, and the other way round."""
@@ -344,53 +356,6 @@ def _first_difference(name: str, held_T: np.ndarray, found_T: np.ndarray) -> str
     at = int(unequal[0][0])
     many = len(set(unequal[0].tolist()))
     return f"{name} differs at {many} positions, first at {at}: {held_T[at]} stored, {found_T[at]} recomputed"
-
-
-def _verify_training(run_dir: Path, verified: set[str], report: VerifyReport) -> set[str]:
-    """The trainer's record of a row against the row: same rollout, same length, delta = trainer − sampler; and each row
-    of a group once. A `verified` group without any row is named already. Returns the groups that were trained."""
-    rows = {
-        row["rollout_id"]: row
-        for path in sorted((run_dir / "rows").glob("*.parquet"))
-        for row in _readable(path, "rows")
-    }
-    stored = Counter(row["group_id"] for row in rows.values())
-    groups: set[str] = set()
-    for path in sorted((run_dir / "train").glob("*.parquet")):
-        file = f"train/{path.name}"
-        try:
-            trained = read_parts("train", [path]).to_dicts()
-        except RunStoreError as error:
-            report.differs(file, None, None, str(error))
-            continue
-        groups |= {record["group_id"] for record in trained if record["group_id"]}
-        trained = [each for each in trained if stored[each["group_id"]] or each["group_id"] not in verified]
-        for group_id, many in Counter(record["group_id"] for record in trained).items():
-            if many != stored[group_id]:
-                amount = f"{many} records of group {group_id}, which has {stored[group_id]} rows"
-                report.differs(file, None, None, amount)
-        for record in trained:
-            row = rows.get(record["rollout_id"])
-            what = "there is no such row" if row is None else _training_fault(record, row)
-            if what is not None:
-                report.differs(file, record["rollout_id"], None, what)
-    return groups
-
-
-def _training_fault(record: dict[str, Any], row: dict[str, Any]) -> str | None:
-    if record["sample_mask"] != row["sample_mask"]:
-        return f"sample_mask is {record['sample_mask']}, the row's is {row['sample_mask']}"
-    if row["sample_mask"] != 1:
-        return None
-    if len(record["trainer_logprobs"]) != len(row["token_ids"]):
-        return f"{len(record['trainer_logprobs'])} log-probs for a row of {len(row['token_ids'])} tokens"
-    mask_T = np.asarray(row["token_mask"], dtype=bool)
-    delta_T = np.asarray(record["trainer_logprobs"], np.float32) - np.asarray(row["logprobs"], np.float32)
-    off_T = np.abs(np.where(mask_T, delta_T, 0) - np.asarray(record["delta"], np.float32))
-    if off_T.size and float(off_T.max()) > 1e-5:
-        at = int(off_T.argmax())
-        return f"delta at position {at} is {record['delta'][at]}, trainer - sampler gives {float(delta_T[at])}"
-    return None
 
 
 def _readable(path: Path, table: str) -> list[dict[str, Any]]:

@@ -160,6 +160,7 @@ def build_group(
                 call_id=rejection.call_id if rejection else None,
                 position=rejection.position if rejection else None,
                 duplicate_of=None if first == outcome.rollout_id else first,
+                ended_early=outcome.ended_early,
             )
         )
     return Assembly(rows, summaries, group_metrics(request.rollouts, summaries))

@@ -26,7 +26,8 @@ class RolloutOutcome(_Message):
 
     `receipt` None means that none was assembled, `failure` then says why; `failures` are the manifest's calls without a
     custody row, which a receipt does not carry. `detail` says more of the failure, or of a response that no call gave.
-    `reward` and its parts are the environment's; None: nobody gave one, or the rollout failed before.
+    `reward` and its parts are the environment's; None: nobody gave one, or the rollout failed before. `ended_early` is
+    why its agent stopped before the end; None: it did not say so.
     """
 
     rollout_id: str
@@ -38,6 +39,7 @@ class RolloutOutcome(_Message):
     detail: str | None = None
     reward: float | None = Field(default=None, allow_inf_nan=False)
     reward_components: dict[str, float] = Field(default_factory=dict)
+    ended_early: str | None = None
     duration_s: float | None = None
 
 
@@ -83,6 +85,7 @@ class RowSummary(_Message):
     call_id: str | None = None
     position: int | None = None
     duplicate_of: str | None = None
+    ended_early: str | None = None
 
 
 class FinalizedGroup(_Message):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict
 
 from workbench.finalizer.routes import RoutePlan, route_counts
+from workbench.runs.early import count_early
 from workbench.wire import Cause
 
 if TYPE_CHECKING:
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
 
 
 class GroupMetrics(BaseModel):
-    """Counts of one group (or of several, added up). `rejections` is cause -> rollouts; the two dicts of a group
-    without any are empty. `route_counts` are those of `routes.route_counts` over valid rows, `route_faults` is cause ->
-    calls of a chain whose routes could not be used; both empty without router replay. `echo_wrong_rows` is of the
-    token-echo arm: valid rows that the engine did not run so."""
+    """Counts of one group (or of several, added up). `rejections` is cause -> rollouts, `ended_early` reason ->
+    rollouts, with a vote or without; a group without any has an empty dict. `route_counts` are those of
+    `routes.route_counts` over valid rows, `route_faults` is cause -> calls of a chain whose routes could not be used;
+    both empty without router replay. `echo_wrong_rows` is of the token-echo arm: valid rows that the engine did not run
+    so."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -53,6 +55,7 @@ class GroupMetrics(BaseModel):
     echo_wrong_rows: int = 0
     terminal_selection_counts: dict[str, int] = {}
     rejections: dict[str, int] = {}
+    ended_early: dict[str, int] = {}
     route_counts: dict[str, int] = {}
     route_faults: dict[str, int] = {}
 
@@ -118,6 +121,7 @@ def group_metrics(
         duplicate_rows=sum(row.duplicate_of is not None for row in summaries),
         terminal_selection_counts=dict(Counter(r.terminal_selection for r in receipts if r.terminal_selection)),
         rejections=dict(Counter(row.cause.value for row in summaries if row.cause is not None)),
+        ended_early=count_early(row.ended_early for row in summaries),
         **_routes(rows),
     )
 

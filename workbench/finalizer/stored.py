@@ -26,6 +26,7 @@ from workbench.finalizer.rows import GroupRow
 from workbench.finalizer.spans import settings_of
 from workbench.places import as_word
 from workbench.runs.frames import read_parts
+from workbench.runs.schema import columns
 from workbench.runs.staged import together
 from workbench.wire import Cause, extras_digest
 
@@ -150,5 +151,6 @@ def _row(values: dict[str, Any], extras: dict[str, dict[str, Any]]) -> tuple[Gro
     plan = values.get("route_plan")
     values |= {"route_plan": None if plan is None else orjson.loads(plan), "routes": None}
     values["sampling"] = [settings_of(extras.get(call_id)) for call_id in values["model_call_ids"]]
+    values = {column.name: None for column in columns("rows") if column.optional} | values
     row = GroupRow(**{field.name: values[field.name] for field in fields(GroupRow)})
     return row, RowSummary(**{name: values[name] for name in RowSummary.model_fields})

@@ -37,7 +37,7 @@ from workbench.gateway.exchange import Exchange
 from workbench.gateway.metrics import Metrics
 from workbench.gateway.pins import Pinned, pin
 from workbench.gateway.recording import Recording
-from workbench.gateway.refusals import Refused, refusal_of, stopping
+from workbench.gateway.refusals import CONTEXT_LENGTH_EXCEEDED, Refused, from_worker, refusal_of, stopping
 from workbench.gateway.refused_log import RefusedLog
 from workbench.gateway.retries import Retries
 from workbench.gateway.settings import GatewaySettings
@@ -154,7 +154,8 @@ class Gateway:
                 # The server gives up what still runs; without an answer of ours it would send a bare 500.
                 answer = stopping()
             self.refused.note(answer, request)
-            dialect = DIALECTS.get(request.path_params.get("path", ""))
+            path = request.path_params.get("path", "")
+            dialect = DIALECTS.get(path) or DIALECTS.get(f"/v1/{path}")
             return answer.response(None if dialect is None else dialect.refusal(answer))
 
         return endpoint
@@ -202,6 +203,8 @@ class Gateway:
             self.metrics.stripped.labels(name).inc()
         for name in (*pinned.overridden, *asked.dialect.adapt(pinned.body)):
             self.metrics.overridden.labels(name).inc()
+        for name, came in pinned.came.items():
+            self.refused.changed(asked.rollout_id, name, came, pinned.body.get(name))
         call = await self.custodian.admit(
             asked.rollout_id,
             call_id,
@@ -253,7 +256,16 @@ class Gateway:
             raise
         except TimeoutError:
             raise Refused(504, f"The policy worker did not answer within {timeout_s:g} s.", "worker_timeout") from None
-        return Passed(answer, deadline)
+        if answer.status != 400:
+            return Passed(answer, deadline)
+        try:
+            async with asyncio.timeout_at(deadline):
+                said = await answer.read()
+        finally:
+            answer.close()
+        if (refused := from_worker(400, said)).code == CONTEXT_LENGTH_EXCEEDED:
+            raise refused  # the one refusal that agents go on from has its code on every route
+        return Response(said, 400, media_type=answer.headers.get("content-type"))
 
     async def _no_such_route(self, request: Request, error: Exception) -> Response:
         answer = refusal_of(error)

@@ -24,7 +24,7 @@ from workbench.gateway.custody import Call, Custodian
 from workbench.gateway.delivery import JSON, SSE, Head
 from workbench.gateway.metrics import Metrics
 from workbench.gateway.recording import Recording
-from workbench.gateway.refusals import Refused, from_worker, stopping
+from workbench.gateway.refusals import CONTEXT_LENGTH_EXCEEDED, Refused, from_worker, stopping
 from workbench.gateway.sse import Frame, frames
 from workbench.gateway.upstream import Upstream
 from workbench.wire import Cause
@@ -160,8 +160,10 @@ class Exchange:
         came: list[bytes] = []
         async for frame in frames(answer.content.iter_any()):
             if dialect.is_error(frame):
-                error = from_worker(500, orjson.dumps(frame.event))
-                raise await self._broken(Refused(502, error.message, "worker_error"))
+                # The engine may find only now that a prompt fills its window to the last token.
+                error = from_worker(400, orjson.dumps(frame.event))
+                full = error.code == CONTEXT_LENGTH_EXCEEDED and not self._content_left
+                raise await self._broken(error if full else Refused(502, error.message, "worker_error"))
             assembler.feed(frame)
             came.append(frame.raw)
             if held or dialect.is_final(frame):

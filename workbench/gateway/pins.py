@@ -62,11 +62,12 @@ _MAX_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 @dataclass(frozen=True)
 class Pinned:
-    """The body to forward, and the names of what was changed in it."""
+    """The body to forward, the names of what was changed in it, and what had come as these."""
 
     body: dict[str, Any]
     stripped: tuple[str, ...]
     overridden: tuple[str, ...]
+    came: dict[str, Any]
 
 
 def pin(body: Mapping[str, Any], sampling: Sampling, max_tokens_field: str = "max_tokens") -> Pinned:
@@ -102,7 +103,7 @@ def pin(body: Mapping[str, Any], sampling: Sampling, max_tokens_field: str = "ma
             overridden.append(name)
         pinned[name] = pinned_to
     overridden += _cap_max_tokens(pinned, sampling.max_tokens, max_tokens_field)
-    return Pinned(pinned, tuple(stripped), tuple(overridden))
+    return Pinned(pinned, tuple(stripped), tuple(overridden), {n: body.get(n) for n in (*stripped, *overridden)})
 
 
 def _cap_max_tokens(body: dict[str, Any], ceiling: int | None, field: str) -> list[str]:

@@ -6,6 +6,7 @@ Every refusal names what was expected and what came, and has a `code` that progr
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +22,14 @@ log = logging.getLogger(__name__)
 
 CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
 
-# How serving apps put "the prompt does not fit"; their error type is a plain bad request.
-_CONTEXT_SIGNS = ("context length", "context window", "max_model_len", "maximum model length", "maximum input length")
+# How vLLM puts "the prompt does not fit", in whole: its error is a plain bad request, as that for a request that cannot
+# be read is, whose words quote what an agent wrote. A `max_tokens` beyond the window is the agent's mistake, too.
+_WINDOW_IS_FULL = re.compile(
+    r"This model's maximum context length is \d+ tokens\. However, your prompt contains "
+    r"|Input length \(\d+\) exceeds model's maximum context length \(\d+\)"
+    r"|The (?:decoder|encoder) prompt \(length \d+\) .{0,80}longer than the maximum model length of \d+"
+    r"|The engine prompt length \d+ exceeds the max_model_len \d+"
+)
 
 
 @dataclass
@@ -89,7 +96,7 @@ def from_worker(status: int, body: bytes) -> Refused:
         message = str(error.get("message") or error.get("detail") or error) if isinstance(error, dict) else str(error)
     except (orjson.JSONDecodeError, AttributeError):
         message = body[:300].decode("utf-8", "replace")
-    if 400 <= status < 500 and any(sign in message.lower() for sign in _CONTEXT_SIGNS):
+    if 400 <= status < 500 and _WINDOW_IS_FULL.match(message):
         return Refused(400, message, CONTEXT_LENGTH_EXCEEDED, "messages")
     if status in (401, 403):
         # Between gateway and worker; the agent can do nothing about it and must not learn of the token.

@@ -1,8 +1,10 @@
-"""Refused log: what the gateway refused, as lines of a file that whoever serves an agent's author follows.
+"""Refused log: what the gateway refused or changed, as lines of a file that whoever serves an agent's author follows.
 
 Every refusal is counted (metrics); the file gets a JSON line each, at most `BURST` in `WINDOW_S` seconds a process and
-then one that says so. Invariant: nothing of a request's headers and body but what the refusal's own words quote, cut to
-`LONGEST` characters. Not here: calls that were admitted and failed (they have rows in the ledger), showing the lines.
+then one that says so. Of a field that an agent set and the recipe replaces, the first request has a line. Invariant:
+nothing of a request's headers and body but such a field's value, cut to `LONGEST_VALUE` characters, and what the
+refusal's own words quote, cut to `LONGEST`. Not here: calls that were admitted and failed (they have rows in the
+ledger), showing the lines.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from workbench.gateway.refusals import Refused
 from workbench.wire import check_rollout_id
 
 BURST, WINDOW_S = 10, 10.0
-LONGEST = 240
+LONGEST, LONGEST_VALUE = 240, 40
 MOST_BYTES = 4 * 2**20
 _NOBODYS_FAULT = ("client_left", "gateway_stopping")
 
@@ -33,6 +35,7 @@ class RefusedLog:
         self._metrics = metrics
         self._window_began = -WINDOW_S
         self._written = 0
+        self._changed: set[str] = set()
 
     def note(self, refused: Refused, request: Request) -> None:
         """One refusal, of `request`."""
@@ -48,6 +51,14 @@ class RefusedLog:
                           "message": _plain(refused.message)})  # fmt: skip
         elif self._written == BURST + 1:
             self._append({"more_within_s": round(WINDOW_S - (now - self._window_began), 1)})
+
+    def changed(self, rollout_id: str, field: str, came: object, used: object) -> None:
+        """The field of a request came as `came` and goes to the worker as `used`; None: it is left out."""
+        if self._path is None or field in self._changed:
+            return
+        self._changed.add(field)
+        said = None if used is None else _short(used)
+        self._append({"rollout_id": rollout_id, "field": field, "came": _short(came), "used": said})
 
     def _append(self, line: dict[str, object]) -> None:
         assert self._path is not None
@@ -69,6 +80,11 @@ def _rollout_of(request: Request) -> str | None:
         return check_rollout_id(request.path_params["rollout_id"])
     except (KeyError, WireError):
         return None
+
+
+def _short(value: object) -> str:
+    text = _plain(orjson.dumps(value).decode())
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}…"
 
 
 def _plain(text: str) -> str:

@@ -1,8 +1,9 @@
 """Inspect: look at a run, a rollout or a foreign ledger in a notebook, with a kernel or without.
 
 Inspectors take a run (or its frames) and give objects that show themselves: `PrefixChain`, `TokenStrip`, `PoisonTable`,
-`LogprobDelta`, `RowDiff`, `CampaignBoard`, `CaptureRate`, `RewardCurve`, `SweepView`. `snapshot()` is a picture and a
-text without script, `live` (of the first six) a widget over the same object; `set_mode` says which a notebook shows.
+`LogprobDelta`, `RowDiff`, `CampaignBoard`, `CaptureRate`, `Optimisation`, `RewardCurve`, `SweepView`. `snapshot()` is
+a picture and a text without script, `live` (of the first six) a widget over the same object; `set_mode` says which a
+notebook shows.
 `look(PrefixChain, run, id)` gives the view, or one sentence where the run does not hold it (yet).
 """
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from workbench.inspect.engagement import Engagement
     from workbench.inspect.figures import CaptureRate, RewardCurve
     from workbench.inspect.logprobs import LogprobDelta
+    from workbench.inspect.optimisation import Optimisation
     from workbench.inspect.prefix_chain import PrefixChain
     from workbench.inspect.row_diff import RowDiff
     from workbench.inspect.snapshot import Snapshot
@@ -30,6 +32,7 @@ __all__ = [
     "CaptureRate",
     "Engagement",
     "LogprobDelta",
+    "Optimisation",
     "PoisonTable",
     "PrefixChain",
     "RewardCurve",
@@ -54,6 +57,7 @@ _HOMES = {
     "CaptureRate": "figures",
     "Engagement": "engagement",
     "LogprobDelta": "logprobs",
+    "Optimisation": "optimisation",
     "PoisonTable": "tables",
     "PrefixChain": "prefix_chain",
     "RewardCurve": "figures",

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 
 from workbench.inspect import html as markup
 from workbench.inspect.board_frame import RATE, board_frame, clock
+from workbench.inspect.ids import check_run
 from workbench.inspect.snapshot import LiveView
 from workbench.inspect.style import BLUE, REJECTED, SAMPLED, bar_list, panels, say_nothing_to_show, step_ticks
 
@@ -32,6 +33,7 @@ class CampaignBoard(LiveView):
     """What `run` is doing. `frame` is what was read last; `refresh()` reads again."""
 
     def __init__(self, run: Any) -> None:
+        check_run(run, "CampaignBoard", "rollouts")
         self.run = run
         self.frame: dict[str, Any] = board_frame(run, time.time())
         self._display_id = uuid.uuid4().hex

@@ -15,6 +15,7 @@ import polars as pl
 
 from workbench.errors import RunStoreError, WorkbenchError
 from workbench.inspect import html as markup
+from workbench.inspect.ids import check_run
 from workbench.inspect.snapshot import StaticView
 
 View = TypeVar("View", bound=StaticView)
@@ -49,6 +50,7 @@ def telling_rollout(run: Any) -> str | None:
 
     Where no rollout is trainable, one that is not; None for a run without calls.
     """
+    check_run(run, "telling_rollout", "calls")
     calls: pl.DataFrame = run.calls
     if calls.is_empty():
         return None
@@ -69,6 +71,7 @@ def telling_rollout(run: Any) -> str | None:
 
 def verified_rollout(run: Any, rollout_id: str | None = None) -> str:
     """`rollout_id`, or the most telling one, if it is verified. Raises RunStoreError where it is not, or none is."""
+    check_run(run, "verified_rollout", "rollouts")
     rollouts: pl.DataFrame = run.rollouts
     verified = rollouts.filter("verified")["rollout_id"].to_list()
     if not verified:
@@ -88,6 +91,7 @@ def siblings(run: Any) -> pl.DataFrame:
 
     Columns: group_id, best, worst (rollout ids), apart (difference of their rewards).
     """
+    check_run(run, "siblings", "rollouts")
     valid: pl.DataFrame = run.rollouts.filter(pl.col("sample_mask") == 1)
     valid = valid.sort(["reward", "rollout_id"], descending=[True, False], nulls_last=True)
     return (
@@ -118,6 +122,7 @@ def telling_pair(run: Any, group_id: str | None = None) -> tuple[str, str]:
 def trained_group(run: Any, group_id: str | None = None) -> str:
     """`group_id`, or the first group with a rejected rollout, else the first; only one of which a step has trained at
     least two rows. Raises RunStoreError where there is none."""
+    check_run(run, "trained_group", "rollouts")
     _check_group(run, group_id)
     counted = run.rollouts.group_by("group_id", maintain_order=True).agg(
         pl.col("trained_step").count().alias("trained"), (pl.col("sample_mask") == 0).any().alias("rejected")

@@ -17,7 +17,7 @@ import polars as pl
 
 from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
-from workbench.inspect.ids import short_id
+from workbench.inspect.ids import check_run, short_id
 from workbench.inspect.snapshot import StaticView
 from workbench.wire import Cause, hash_token_ids
 
@@ -38,6 +38,7 @@ class Engagement(StaticView):
     """`evidence`: what was found, in order; `echo`: what the policy said in the first verified chain, a line a call."""
 
     def __init__(self, run: Any) -> None:
+        check_run(run, "Engagement", "campaign")
         self._run = run
         self.capturing = bool(run.campaign["capture_enabled"][0])
         self.echo: list[tuple[str, str]] = []

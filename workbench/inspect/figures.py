@@ -15,6 +15,7 @@ import polars as pl
 from matplotlib.figure import Figure
 
 from workbench.inspect import html as markup
+from workbench.inspect.ids import check_run
 from workbench.inspect.snapshot import StaticView
 from workbench.inspect.style import (
     BLUE,
@@ -39,6 +40,7 @@ class CaptureRate(StaticView):
     """token_in rate and valid rows over steps. `run` is anything with `.steps`, `.rollouts` and `.calls` frames."""
 
     def __init__(self, run: Any) -> None:
+        check_run(run, "CaptureRate", "steps")
         rollouts: pl.DataFrame = run.rollouts
         self.unplaced = _unplaced(rollouts)
         calls: pl.DataFrame = run.calls
@@ -132,6 +134,7 @@ class RewardCurve(StaticView):
     """Reward over steps: one dot a valid rollout, the mean as a line, one standard deviation as a band."""
 
     def __init__(self, run: Any) -> None:
+        check_run(run, "RewardCurve", "rollouts")
         valid: pl.DataFrame = run.rollouts.filter(pl.col("sample_mask") == 1)
         self.unplaced = _unplaced(valid)
         self.rollouts = valid.drop_nulls(["step", "reward"]).sort("step", "group_id", "index")

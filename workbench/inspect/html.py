@@ -82,6 +82,12 @@ def _cell(cell: Cell | str) -> str:
     return f'<td style="{style}">{body}</td>'
 
 
+def folded(summary: str, *parts: str) -> str:
+    """Parts behind a line that opens them at a click, without a script."""
+    head = f'<summary style="margin:4px 0;font-size:13px;cursor:pointer">{escape(summary)}</summary>'
+    return f"<details>{head}{''.join(parts)}</details>"
+
+
 def block(*parts: str) -> str:
     """Parts under one another, as one output."""
     return f'<div style="max-width:1000px;overflow-x:auto">{"".join(parts)}</div>'
@@ -90,3 +96,9 @@ def block(*parts: str) -> str:
 def count(number: int, singular: str, plural: str | None = None) -> str:
     """ "1 call", "1,204 calls"."""
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
+
+
+def steps(numbers: Sequence[int]) -> str:
+    """ "step 3", "steps 1, 2", "steps 1, 2, 3, 4, 5, 6 and 8 more"."""
+    shown = ", ".join(map(str, numbers[:6]))
+    return f"step{'s' if len(numbers) > 1 else ''} {shown}" + (f" and {len(numbers) - 6} more" if numbers[6:] else "")

@@ -13,9 +13,16 @@ from workbench.errors import RunStoreError
 
 def check_source(source: Any, view: str) -> None:
     """Raise RunStoreError for what holds no calls, such as the path of a run."""
-    if not isinstance(source, pl.DataFrame) and not hasattr(source, "calls"):
-        how = f"workbench.runs.open_any({str(source)!r})" if isinstance(source, str | PathLike) else "runs.open(PATH)"
-        raise RunStoreError(f"{view} expected a run or a frame, got {type(source).__name__}; open a run: {how}")
+    if not isinstance(source, pl.DataFrame):
+        check_run(source, view, "calls", "a run or a frame")
+
+
+def check_run(run: Any, view: str, holds: str, expected: str = "a run") -> None:
+    """Raise RunStoreError for what has no `holds`, such as the path of a run, or a ledger where a run is needed."""
+    if not hasattr(run, holds):
+        what = f"{type(run).__name__}, which has no {holds}" if hasattr(run, "calls") else type(run).__name__
+        how = f"workbench.runs.open_any({str(run)!r})" if isinstance(run, str | PathLike) else "runs.open(PATH)"
+        raise RunStoreError(f"{view} expected {expected}, got {what}; open a run: {how}")
 
 
 def check_rollout_id(rollout_id: Any, view: str) -> None:

@@ -18,6 +18,7 @@ from matplotlib.ticker import FuncFormatter
 
 from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
+from workbench.inspect.ids import check_run
 from workbench.inspect.snapshot import LiveView
 from workbench.inspect.style import (
     BLUE,
@@ -31,7 +32,7 @@ from workbench.inspect.style import (
 )
 from workbench.inspect.text import pieces_of
 from workbench.runs.agreement import Verdict, examine
-from workbench.runs.tokens import LOGPROB_DTYPES
+from workbench.runs.tokens import LOGPROB_DTYPES, at_equal_weights
 from workbench.runs.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -108,11 +109,6 @@ def _suspects(source: Any) -> dict[str, list[int]]:
     return found
 
 
-def _listed(steps: list[int]) -> str:
-    shown = ", ".join(map(str, steps[:6]))
-    return f"step{'s' if len(steps) > 1 else ''} {shown}" + (f" and {len(steps) - 6} more" if len(steps) > 6 else "")
-
-
 class LogprobDelta(LiveView):
     """Trainer - sampler log-prob per sampled token. `source` is a run (anything with `.logprobs()`) or such a frame.
 
@@ -127,6 +123,7 @@ class LogprobDelta(LiveView):
         elif hasattr(source, "logprobs"):
             frame = source.logprobs()
         else:
+            check_run(source, "LogprobDelta", "calls", "a run or a frame")
             frame, self.why_empty = pl.DataFrame(schema=LOGPROB_DTYPES), "a ledger holds no tokens and no log-probs"
         self.tokens = frame.drop_nulls(["logprob", "trainer_logprob"])
         if vocabulary is None and hasattr(source, "vocabulary"):
@@ -141,6 +138,8 @@ class LogprobDelta(LiveView):
         if self.nonfinite == self.tokens.height > 0:
             self.why_empty = f"none of {self.tokens.height:,} sampled tokens has a finite log-prob on both sides"
         self.delta_T = self.finite["delta"].to_numpy()
+        self.equal = at_equal_weights(self.finite)
+        """Tokens that were scored by the very weights that sampled them: like compared with like."""
         self.numbers = delta_numbers(self.delta_T)
         self.verdicts: list[Verdict] = examine(*by_rollout(self.finite), reach=_REACH)
         self.shift = int(self.verdicts[0].evidence.get("shift", 0))
@@ -152,11 +151,13 @@ class LogprobDelta(LiveView):
         if n.tokens == 0:
             return f"Log-prob delta · {self.why_empty}{f' · {self.left_out}' if self.left_out else ''}"
         found = "in place" if self.shift == 0 else f"SHIFTED BY {self.shift:+d}"
+        equal = f"{delta_numbers(self.equal['delta'].to_numpy()).mean_abs:.4f}" if self.equal.height else "none"
+        equal = "all" if self.equal.height == n.tokens else equal
         lost = f" · {self.nonfinite:,} more NOT FINITE" if self.nonfinite else ""
         lost += f" · {self.left_out}" if self.left_out else ""
         return (
-            f"Log-prob delta · {n.tokens:,} sampled tokens · mean |Δ| {n.mean_abs:.4f} · p99 {n.p99_abs:.3f} · "
-            f"max {n.max_abs:.3f} nat · positions {found}{lost}"
+            f"Log-prob delta · {n.tokens:,} sampled tokens · mean |Δ| {n.mean_abs:.4f} ({equal} at equal weights) · "
+            f"p99 {n.p99_abs:.3f} · max {n.max_abs:.3f} nat · positions {found}{lost}"
         )
 
     def draw(self) -> Figure:
@@ -229,6 +230,12 @@ class LogprobDelta(LiveView):
             parts += [(f"v{v}", self.finite.filter(pl.col("weight_version").eq_missing(v))) for v in versions]
         return parts
 
+    def parts(self) -> list[tuple[str, pl.DataFrame]]:
+        """What has numbers of its own: all tokens, those at equal weights where there are others too, and versions."""
+        every, *versions = self.by_version()
+        equal = [("equal weights", self.equal)] if 0 < self.equal.height < self.finite.height else []
+        return [every, *equal, *versions]
+
     def by_place(self, tokens: pl.DataFrame, bins: int = 8) -> tuple[list[float], list[float]]:
         """Mean |Δ| in equal ranges of sampled positions: (middle of the range, mean)."""
         last = max(self.tokens["sampled_position"].to_list(), default=0)
@@ -245,7 +252,7 @@ class LogprobDelta(LiveView):
         parts = [markup.line(self.sentence(), strong=True)]
         if n.tokens == 0:
             return markup.block(*parts)
-        rows = [self._numbers_row(name, delta_numbers(part["delta"].to_numpy())) for name, part in self.by_version()]
+        rows = [self._numbers_row(name, delta_numbers(part["delta"].to_numpy())) for name, part in self.parts()]
         header = (
             "tokens of",
             "count",
@@ -258,17 +265,28 @@ class LogprobDelta(LiveView):
             "gen_kl_error",
         )
         parts.append(markup.table(header, rows))
+        parts.append(markup.line(self._said_of_equal(), muted=True))
         for verdict in self.verdicts:
             words = f"{LABELS[verdict.name]}: {verdict.words}"
             parts.append(markup.line(words, strong=verdict.found, muted=verdict.state == "unknown"))
         for name, steps in self.suspects.items():
-            parts.append(markup.line(f"{SUSPICIONS.get(name, name)} ({_listed(steps)}).", strong=True))
+            parts.append(markup.line(f"{SUSPICIONS.get(name, name)} ({markup.steps(steps)}).", strong=True))
         count = self.tokens.height
         parts.append(markup.line(f"The {min(WORST, count)} largest differences, of {count:,} tokens"))
         parts.append(
             markup.table(("Δ", "sampler", "trainer", "rollout", "position", "token", "before it"), self._worst())
         )
         return markup.block(*parts)
+
+    def _said_of_equal(self) -> str:
+        meaning = "scored by the very weights that sampled them, so that number formats alone are left"
+        others = self.finite.height - self.equal.height
+        if not others:
+            return f"All tokens are at equal weights: {meaning}."
+        steps = f"{markup.count(others, 'token')} differ by the optimiser steps in between as well"
+        if not self.equal.height:
+            return f"No token is at equal weights ({meaning}): {steps}."
+        return f"At equal weights: {markup.count(self.equal.height, 'token')}, {meaning}; the other {steps}."
 
     @staticmethod
     def _numbers_row(name: str, n: DeltaNumbers) -> list[markup.Cell | str]:

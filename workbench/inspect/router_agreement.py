@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from workbench.inspect import html as markup
+from workbench.inspect.ids import check_run
 from workbench.inspect.snapshot import StaticView
 from workbench.inspect.style import MARKERS, SERIES, legend_under_title, panels, say_nothing_to_show, step_ticks
 
@@ -26,6 +27,8 @@ class RouterAgreement(StaticView):
 
     def __init__(self, run: Any = None, **runs: Any) -> None:
         self.runs: dict[str, Any] = ({getattr(run, "name", "run"): run} if run is not None else {}) | runs
+        for held in self.runs.values():
+            check_run(held, "RouterAgreement", "steps")
         rows = [
             {"arm": arm, "step": step["step"], "layer": int(layer), "agreement": share}
             for arm, held in self.runs.items()

@@ -25,6 +25,7 @@ from workbench.inspect import html as markup
 from workbench.inspect.align import Stretch, equal_stretches, first_difference
 from workbench.inspect.arms import Difference, differences, flips, pair_up
 from workbench.inspect.choose import telling_pair
+from workbench.inspect.ids import check_run
 from workbench.inspect.snapshot import LiveView
 from workbench.inspect.style import CARRY, REJECTED, SERIES, SMALL, legend_under_title, panels
 from workbench.inspect.token_strip import TokenStrip
@@ -59,6 +60,9 @@ class RowDiff(LiveView):
         solved: float = 0.5,
         max_flips: int = 20,
     ) -> None:
+        for source in (one, other):
+            if not isinstance(source, pl.DataFrame):
+                check_run(source, "RowDiff", "rollouts", "a run or a frame")
         self.sources = (one, other)
         self.vocabulary = vocabulary
         self.solved = solved

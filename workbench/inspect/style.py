@@ -127,9 +127,9 @@ def png_bytes(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-def step_ticks(ax: Axes, steps: list[int]) -> None:
-    """Whole-number ticks at the steps themselves, thinned to about twelve."""
-    stride = max(1, -(-len(steps) // 12))
+def step_ticks(ax: Axes, steps: list[int], most: int = 12) -> None:
+    """Whole-number ticks at the steps themselves, thinned to `most` of them."""
+    stride = max(1, -(-len(steps) // most))
     ax.set_xticks(steps[::stride])
     ax.set_xlim(min(steps) - 0.5, max(steps) + 0.5)
 

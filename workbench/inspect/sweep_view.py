@@ -58,7 +58,8 @@ class SweepView(StaticView):
         return f"{markup.count(self.table.height, 'run')}{over} · {said}{self._best()}"
 
     def _best(self) -> str:
-        rated = self.table.drop_nulls("reward").sort("reward", descending=True, maintain_order=True)
+        # A served run has a reward and no step.
+        rated = self.table.drop_nulls(["reward", "step"]).sort("reward", descending=True, maintain_order=True)
         if rated.is_empty() and self.table["step"].max():
             return " · none has a reward at the last step"
         if rated.height < 2:

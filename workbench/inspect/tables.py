@@ -17,16 +17,19 @@ from matplotlib.figure import Figure
 
 from workbench.inspect import html as markup
 from workbench.inspect.causes import explain, explain_failure, in_words
-from workbench.inspect.ids import short_id
+from workbench.inspect.ids import check_run, short_id
 from workbench.inspect.snapshot import LiveView
 from workbench.inspect.style import bar_list, panels, say_nothing_to_show
 from workbench.runs.drift import drift_frame
+from workbench.runs.early import count_early, early_words
 
 if TYPE_CHECKING:
     from workbench.inspect.live.poison import PoisonAndChain
 
 _DRIFTS = 10
 """Unresolved calls that are shown one by one; tokens are looked up for five times as many."""
+_DETAILS = 20
+"""Details of one cause that are listed."""
 _CALL_COLUMNS = ("model_call_id", "near_call_id", "near_item", "drift")
 
 
@@ -34,6 +37,7 @@ class PoisonTable(LiveView):
     """Rejected rollouts by cause. `run` is anything with `.rollouts` and `.calls` frames."""
 
     def __init__(self, run: Any) -> None:
+        check_run(run, "PoisonTable", "rollouts")
         self.source = run
         rollouts: pl.DataFrame = run.rollouts
         self.total = rollouts.height
@@ -52,6 +56,13 @@ class PoisonTable(LiveView):
             )
             .sort(["rollouts", "cause"], descending=[True, False])
         )
+        self.early = count_early(rollouts["ended_early"])
+        self.details = (
+            rejected.group_by("cause", "detail", maintain_order=True)
+            .agg(pl.len().cast(pl.Int64).alias("rollouts"), pl.col("rollout_id").first().alias("example"))
+            .sort("rollouts", descending=True, maintain_order=True)
+        )
+        """One row a cause and detail, the most frequent first."""
         calls: pl.DataFrame = run.calls
         self.rejected = rejected.select("rollout_id", "step", "cause", "call_id", "position", "detail").join(
             calls.select("rollout_id", *_CALL_COLUMNS),
@@ -134,6 +145,9 @@ class PoisonTable(LiveView):
         if self.causes.height:
             header = ("cause, and what it means", "rollouts", "share", "steps", "example, and where in it", "detail")
             parts.append(markup.table(header, [self._cause_row(row) for row in self.causes.to_dicts()]))
+            parts += [self._details_of(row) for row in self.causes.to_dicts() if row["details"] > 1]
+        if self.early:
+            parts.append(markup.line(f"Ended early, with a vote all the same: {early_words(self.early, self.total)}."))
         if self.failures.height:
             calls = int(self.failures["calls"].sum())
             parts.append(
@@ -193,9 +207,30 @@ class PoisonTable(LiveView):
             steps,
             markup.Cell(row["example"], under=where),
             markup.Cell(
-                in_words(row["detail"], row["cause"]), muted=True, under=f"and {others}; all: .rejected" if more else ""
+                in_words(row["detail"], row["cause"]), muted=True, under=f"and {others}, below" if more else ""
             ),
         ]
+
+    def _details_of(self, cause: dict[str, Any]) -> str:
+        """Every detail of a cause with its count, folded; the shown ones are bounded."""
+        own = self.details.filter(cause=cause["cause"])
+        rows = [
+            [
+                markup.Cell(f"{row['rollouts']:,}", right=True),
+                row["example"],
+                in_words(row["detail"], cause["cause"]) or "no detail",
+            ]
+            for row in own.head(_DETAILS).to_dicts()
+        ]
+        parts = [markup.table(("rollouts", "the first of them", "detail"), rows)]
+        if own.height > _DETAILS:
+            rest = int(own[_DETAILS:]["rollouts"].sum())
+            words = f"Showing {_DETAILS} of {own.height:,}; the others are of {markup.count(rest, 'rollout')}: .details"
+            parts.append(markup.line(words, muted=True))
+        words = (
+            f"{cause['cause']}: {markup.count(own.height, 'detail')} of {markup.count(cause['rollouts'], 'rollout')}"
+        )
+        return markup.folded(words, *parts)
 
     @staticmethod
     def _failure_row(row: dict[str, Any]) -> list[markup.Cell | str]:

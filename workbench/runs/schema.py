@@ -100,6 +100,7 @@ STEPS = (
     C("token_in_rate", "f64", "", "token_in calls / all calls, unresolved and failed ones included"),
     C("token_in_rate_after_roots", "f64", "", "the same, roots left out of the calls"),
     C("capture_poisoned_rollouts", "i64", "", "rollouts whose capture was poisoned"),
+    C("ended_early", "json", "", "reason -> rollouts whose agent stopped before the end; null in older runs"),
     C("echo_wrong_rows", "i64", "", "token-echo arm: valid rows that are not what the engine ran at the last call"),
     C("staleness_max", "i64", "versions", "trainer version - oldest version in the batch"),
     C("groups_evicted", "i64", "", "groups given up as too stale while the step waited, and replaced"),
@@ -137,6 +138,7 @@ GROUPS = (
     C("route_faults", "json", "", "cause -> calls of a chain whose routes could not be used"),
     C("witness_disagreements", "i64", "", "receipts whose witnesses named different sequences"),
     C("rejections", "json", "", "cause -> rollouts rejected for it"),
+    C("ended_early", "json", "", "reason -> rollouts whose agent stopped before the end; null in older runs"),
     C("duplicate_rows", "i64", "", "valid rows that equal an earlier sibling byte for byte"),
     C("echo_wrong_rows", "i64", "", "token-echo arm: valid rows that are not what the engine ran at the last call"),
     C("fetch_s", "f64", "s", "the one batched read from staging"),
@@ -175,7 +177,14 @@ ROLLOUTS = (
     C("capture_poisoned", "bool", "", "the receipt's poison flag"),
     C("failure_reason", "str", "", "the receipt's own failure reason"),
     C("calls", "i64", "", "recorded calls, side branches included, failures not"),
-    C("failed_calls", "i64", "", "calls without a custody row"),
+    C(
+        "failed_calls",
+        "i64",
+        "",
+        "admitted calls without a custody row: refused or lost by the worker, or not captured. A request that the "
+        "gateway refuses before (what it cannot read, `n: 2`) is no call, so nothing of it is here: an agent that lets "
+        "the refusal through has it in `detail`",
+    ),
     C("unresolved_calls", "i64", "", "failed calls whose history continued no recorded call"),
     C("prompt_len", "i64", "tokens", "the root call's carry"),
     C("tokens", "i64", "tokens", "length of the row"),
@@ -187,6 +196,14 @@ ROLLOUTS = (
     C("weight_version_spans", "json", "", "[call, start, end, version] over row positions"),
     C("link_spans", "json", "", "[call, carry, generated] of the chain, root first"),
     C("duplicate_of", "str", "", "earlier sibling whose row is byte-equal, where there is one"),
+    C(
+        "ended_early",
+        "str",
+        "",
+        "why its agent stopped before the end, as `window full: …`; such a rollout trains. null: it did not say so, or "
+        "the run is older than the column",
+        optional=True,
+    ),
 )
 
 ROWS = (

@@ -129,6 +129,12 @@ def sampled_logprobs(run: str, rows: pl.DataFrame, train: pl.DataFrame) -> pl.Da
     return pl.concat(frames) if frames else pl.DataFrame(schema=LOGPROB_DTYPES)
 
 
+def at_equal_weights(tokens: pl.DataFrame) -> pl.DataFrame:
+    """The tokens that were sampled from the very weights that then scored them: what sampler and trainer differ in is
+    number formats alone, and no optimiser step. Step n is computed with the weights of version n - 1."""
+    return tokens.filter(pl.col("weight_version") == pl.col("step") - 1)
+
+
 def _frame(
     group_id: str | None,
     rollout_id: str,

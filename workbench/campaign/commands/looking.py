@@ -80,9 +80,10 @@ def inspect(run_dir: Path, rollout: str | None) -> None:
 @click.command(epilog=RUN_HELP)
 @RUN
 def verify(run_dir: Path) -> None:
-    """Recompute every digest and row of a stored run.
+    """Recompute every digest, row and step of a stored run.
 
-    Exit 1 when one does not hold, or when there is nothing to verify yet.
+    What needs the model is left out, and said to be. Exit 1 when something does not hold, or when there is nothing to
+    verify yet.
     """
     from workbench.campaign import verify_run
 

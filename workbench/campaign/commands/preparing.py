@@ -58,11 +58,12 @@ def recipe_check(name: str, overrides: tuple[str, ...]) -> None:
     against vLLM, where these are here.
     Exit 2 when something is wrong. Whether this machine can run it: workbench doctor.
     """
-    from workbench.campaign.doctor import remarks
+    from workbench.campaign.doctor import model, remarks
 
     checked = checked_recipe(name, overrides)
     said = list(remarks(checked))
-    click.echo(f"{checked.name}: good")
+    here = model(checked).good
+    click.echo(f"{checked.name}: {'good' if here else 'nothing is wrong in it, but its model is not on this machine'}")
     for line in said:
         say(line, 2)
 

@@ -5,8 +5,9 @@ URL is all it knows of Workbench. It neither sees token ids nor knows that its c
 order is: `task` → `run` → freeze → `reward`, so nothing that happens during scoring can change the trajectory.
 
 A rollout that goes wrong is data: an agent whose window is full ends with what it has and says so in
-`AgentResult.ended_early`, and its chain still trains; only faults of the connection are raised. Sampling settings are
-not the agent's: they belong to the recipe, and the gateway replaces others and counts them.
+`AgentResult.ended_early`, and its chain still trains. Every other refusal of the endpoint is a fault of the agent and
+is raised, as faults of the connection are: the rollout has no vote. Sampling settings are not the agent's: they belong
+to the recipe, and the gateway replaces others and counts them.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from openai import AsyncOpenAI, BadRequestError
 from openai.types.chat import ChatCompletion
 
 from workbench.errors import RecipeError
+from workbench.gateway.refusals import CONTEXT_LENGTH_EXCEEDED
 
 Message = dict[str, Any]
 
@@ -39,7 +41,8 @@ class AgentResult:
 
     `response` is the last served object as JSON, the witness of which call ended the trajectory; None when no call
     came back. `transcript` holds the messages, the model's answers among them. `error` says why the rollout has no
-    vote (None: it has one). `ended_early` says why a valid one stopped before its end (None: it didn't).
+    vote (None: it has one). `ended_early` says why a valid one stopped before its end (None: it didn't); it is stored
+    with the rollout, and counted by what stands before its first colon.
     `misbehaved` names the fault that the agent committed on purpose (None: none).
     """
 
@@ -84,16 +87,24 @@ class Environment(Protocol):
 class WindowFull(Exception):
     """The endpoint refused a request as too long; the conversation before it stands."""
 
+    @classmethod
+    def of(cls, error: BadRequestError) -> WindowFull | None:
+        """What a refusal (400) says of the window; None where it was refused for anything else."""
+        return cls(str(error)) if error.code == CONTEXT_LENGTH_EXCEEDED else None
+
 
 async def say(client: AsyncOpenAI, model: str, messages: list[Message]) -> tuple[str, dict[str, Any]]:
     """Ask for the next turn and append it to `messages`. Returns its text and the served object as JSON.
 
-    Raises WindowFull when the endpoint refuses the request (400); other failures of the client pass through.
+    Raises WindowFull when the endpoint refuses the request as longer than the window; other failures of the client,
+    other refusals among them, pass through.
     """
     try:
         completion: ChatCompletion = await client.chat.completions.create(model=model, messages=cast(Any, messages))
     except BadRequestError as error:
-        raise WindowFull(str(error)) from error
+        if (full := WindowFull.of(error)) is not None:
+            raise full from error
+        raise
     text = completion.choices[0].message.content or ""
     # The history must hold the text as it was served, to the character: it is what names the parent call.
     messages.append({"role": "assistant", "content": text})
@@ -122,14 +133,20 @@ def weigh(components: dict[str, float], weights: Mapping[str, float]) -> Reward:
 
 
 def take_options(environment: str, options: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
-    """The options with their defaults. Raises RecipeError on an unknown name or another type than the default's."""
+    """The options with their defaults; a whole number is taken for a float.
+
+    Raises RecipeError on an unknown name or another type than the default's.
+    """
+    taken = dict(options)
     for key, value in options.items():
         if key not in defaults:
             allowed = ", ".join(defaults) or "none"
             raise RecipeError(f"environment.options.{key}: {environment} has no such option; allowed: {allowed}")
         expected = type(defaults[key])
-        if type(value) is not expected:
+        if expected is float and type(value) is int:
+            taken[key] = float(value)
+        elif type(value) is not expected:
             raise RecipeError(
                 f"environment.options.{key}: expected {expected.__name__}, like {defaults[key]!r}; got {value!r}"
             )
-    return {**defaults, **options}
+    return {**defaults, **taken}

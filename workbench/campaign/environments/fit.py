@@ -56,7 +56,7 @@ def task_of(environment: Environment, seed: int) -> Task | str:
     """The task of a seed, or why there is none."""
     try:
         task: Any = environment.task(seed)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # `exit()` too: this thread is the task's alone
         return f"task({seed}) raised {own_code.raised(error)}"
     came = f"{_where(environment, 'task')} returned, for seed {seed},"
     if not isinstance(task, Task):
@@ -73,6 +73,9 @@ def result_fault(environment: Environment, result: Any) -> str | None:
         return f"{came} {own_code.a(result)}, expected AgentResult(…)"
     if not isinstance(result.error, str | None):
         return f"{came} an AgentResult whose error is {own_code.shown(result.error)}, expected a text or None"
+    if not isinstance(result.ended_early, str | None):
+        early = own_code.shown(result.ended_early)
+        return f"{came} an AgentResult whose ended_early is {early}, expected a text or None"
     expected = "expected the served object as JSON (`model_dump(mode='json')`) or None"
     if not isinstance(result.response, dict | None):
         return f"{came} an AgentResult whose response is {own_code.a(result.response)}, {expected}"

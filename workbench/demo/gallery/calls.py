@@ -60,8 +60,10 @@ async def overflow(hand: Hand) -> None:
     answer = await hand.say(ASK)
     try:
         await hand.bench.say(hand.rollout_id, [ASK, answer, {"role": "user", "content": "word " * 600}])
-    except openai.BadRequestError:
-        return  # an honest agent stops here; what it has stands
+    except openai.BadRequestError as error:
+        if error.code != "context_length_exceeded":
+            raise
+        # An honest agent stops here; what it has stands.
 
 
 async def crash(hand: Hand) -> None:

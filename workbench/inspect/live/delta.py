@@ -21,7 +21,8 @@ _SHOWN = ("delta", "logprob", "trainer_logprob", "step", "rollout_id", "position
 
 
 class DeltaWidget(LiveWidget):
-    """`parts` are the curves by weight version, `worst` the tokens on offer, `chosen` the one that is asked for."""
+    """`parts` are the curves of all tokens, of those at equal weights and of each weight version; `worst` the tokens on
+    offer, `chosen` the one that is asked for."""
 
     parts = t.List(t.Dict()).tag(sync=True)
     edges = t.List(t.Float()).tag(sync=True)
@@ -42,7 +43,7 @@ class DeltaWidget(LiveWidget):
         rows = [{name: _sendable(row[name]) for name in _SHOWN if name in row} for row in delta.worst(WORST_LIVE)]
         return cls(
             sentence=delta.sentence(),
-            parts=[_part(delta, name, tokens) for name, tokens in delta.by_version()],
+            parts=[_part(delta, name, tokens) for name, tokens in delta.parts()],
             edges=delta.histogram(delta.delta_T)[0].tolist(),
             findings=[asdict(verdict) | {"name": LABELS[verdict.name]} for verdict in delta.verdicts],
             worst=rows,

@@ -100,7 +100,9 @@ class FileFix:
                 model=model, messages=cast(Any, messages), tools=cast(Any, TOOLS), **cast(Any, choice)
             )
         except BadRequestError as error:
-            raise WindowFull(str(error)) from error
+            if (full := WindowFull.of(error)) is not None:
+                raise full from error
+            raise
         served = completion.choices[0].message.model_dump(mode="json", exclude_unset=True)
         # As it was served, to the character: text and calls are what name the parent of the next call.
         answer = {"role": "assistant", "content": served.get("content")}

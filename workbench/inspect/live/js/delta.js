@@ -12,7 +12,7 @@ export default {
 
 function buildDelta(shell) {
   const { model } = shell;
-  const menu = h("select", { "aria-label": "weight version" });
+  const menu = h("select", { "aria-label": "tokens of" });
   const search = h("input", { placeholder: "/ text or rollout", "aria-label": "filter the tokens", title: "filter the tokens by text or rollout" });
   const note = h("span", { class: "wb-note", role: "status" });
   const pictures = h("div", { class: "wb-pair" });
@@ -87,7 +87,7 @@ function buildDelta(shell) {
     said.append(h("div", { class: { clear: "", found: "wb-bad", unknown: "wb-missing" }[finding.state] }, h("b", { text: `${mark} ${finding.name}: ` }), finding.words));
   }
   menu.append(...model.get("parts").map((one, k) => h("option", { value: k, text: `${one.name} (${count(one.numbers.tokens, "token")})` })));
-  shell.body.append(said, h("div", { class: "wb-bar" }, h("label", {}, "weight version ", menu), search, note), numbers, pictures,
+  shell.body.append(said, h("div", { class: "wb-bar" }, h("label", {}, "tokens of ", menu), search, note), numbers, pictures,
     h("div", { class: "wb-title", text: "Where they disagree most (choose one to see it in its text)" }), worst.node, h("div", { class: "wb-legend" }, "? keys"));
   shell.listen(menu, "change", () => choosePart(Number(menu.value)));
   shell.listen(search, "input", filter);
@@ -97,8 +97,8 @@ function buildDelta(shell) {
     ["d", "next worst token", () => worst.move(1)],
     ["n", "next page of tokens", () => worst.turn(1)],
     ["p", "previous page of tokens", () => worst.turn(-1)],
-    ["]", "next weight version", () => choosePart(part + 1)],
-    ["[", "previous weight version", () => choosePart(part - 1)],
+    ["]", "next of these", () => choosePart(part + 1)],
+    ["[", "previous of these", () => choosePart(part - 1)],
     ["/", "filter the tokens", () => search.focus()],
   ]);
   choosePart(0);

@@ -1,5 +1,8 @@
 // plot.js: a small chart frame in SVG. In: a title, two ranges. Out: the node and the two scales.
 
+/** So many things to count have a tick each. */
+const FEW = 12;
+
 export function shape(tag, attributes, text) {
   const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
@@ -17,7 +20,8 @@ export function plot(title, [left, right], [bottom, top], { width = 460, height 
   for (const [value, label] of ticksY ?? [[top, short(top)], [bottom, short(bottom)]]) {
     node.append(shape("text", { x: 38, y: y(value) + 4, "text-anchor": "end" }, label));
   }
-  const ticks = [left, (left + right) / 2, right].map((value) => (whole ? Math.floor(value) : value));
+  let ticks = [left, (left + right) / 2, right].map((value) => (whole ? Math.floor(value) : value));
+  if (whole && right - left <= FEW) ticks = Array.from({ length: Math.floor(right - left) + 1 }, (_, k) => left + k);
   for (const [k, value] of [...new Set(ticks)].entries()) {
     node.append(shape("text", { x: x(value), y: height - 20, "text-anchor": k === 0 ? "start" : value === right ? "end" : "middle" }, short(value)));
   }

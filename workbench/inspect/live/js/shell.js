@@ -5,11 +5,22 @@ export function h(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (value === false || value === null || value === undefined) continue;
-    if (name === "text") node.textContent = value;
+    if (name === "text") node.append(...kept(String(value)));
     else node.setAttribute(name, value === true ? "" : value);
   }
   node.append(...children.filter((child) => child !== null && child !== undefined));
   return node;
+}
+
+/** Text as nodes; a browser would break a line behind each bar of |Δ|. */
+function kept(text) {
+  return text.split(/(\|Δ\|)/).filter(Boolean).map((part) => {
+    if (part !== "|Δ|") return part;
+    const whole = document.createElement("span");
+    whole.style.whiteSpace = "nowrap";
+    whole.textContent = part;
+    return whole;
+  });
 }
 
 const KEY_NAMES = { ArrowLeft: "←", ArrowRight: "→", Escape: "Esc" };

@@ -1,0 +1,123 @@
+"""Optimisation: the training half by step, and nothing called unusual but by the recipe's own bounds."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import polars as pl
+import pytest
+from stored_run import StoredRun, make_run
+from test_views import outside, unreadable
+
+from workbench import runs
+from workbench.demo import recorded_run
+from workbench.errors import RunStoreError
+from workbench.inspect import Optimisation
+from workbench.inspect.style import house_style
+
+TRAIN = {
+    "clip_low": 0.2,
+    "clip_high": 0.28,
+    "max_grad_norm": 1.0,
+    "max_staleness": 1,
+    "off_policy": {"policy": "allow"},
+}
+STEPS = {
+    "step": [1, 2, 3],
+    "loss": [-0.01, 0.02, 0.0],
+    "grad_norm": [0.4, 2.5, 0.0],
+    "clip_fraction": [0.0, 0.073, 0.0],
+    **{f"probs_ratio_p{q:02d}": [value] * 3 for q, value in ((1, 0.9), (5, 0.95), (50, 1.0), (95, 1.05), (99, 1.1))},
+    "approx_entropy": [2.5, 2.0, 1.5],
+    "advantage_abs_mean": [0.1, 0.3, 0.0],
+    "token_lag_mean": [0.0, 1.0, 1.5],
+    "token_lag_max": [0, 1, 2],
+    "gen_kl_error": [0.001, 0.01, 0.012],
+    "loss_tokens": [500, 480, 510],
+    "optimizer_stepped": [1, 1, 1],
+    "off_policy_rows": [0, 0, 0],
+    "disagreeing_rows": [0, 0, 2],
+}
+
+
+def view(train=TRAIN, **changed) -> Optimisation:
+    return Optimisation(SimpleNamespace(steps=pl.DataFrame(STEPS | changed), recipe={"train": train}))
+
+
+def test_a_reader_of_the_recorded_run_finds_clip_ratio_gradient_and_entropy_of_each_step():
+    recorded = runs.open(recorded_run())
+    shown = Optimisation(recorded)
+    most = recorded.steps["clip_fraction"].max()
+    assert f"clipped at most {most:.1%} of tokens" in repr(shown) and repr(shown) == repr(Optimisation(recorded))
+    for name, spec in (("grad_norm", ".3f"), ("probs_ratio_p99", ".3f"), ("approx_entropy", ".3f"), ("loss", ".4f")):
+        for value in recorded.steps[name]:
+            assert f">{value:{spec}}<" in shown.html(), name
+    assert shown.snapshot() == Optimisation(runs.open(recorded_run())).snapshot()
+    assert not re.search(r"<script|<link|<img|http|class=", shown.html())
+
+
+def test_each_bound_of_the_recipe_that_a_step_reached_is_said_with_what_it_means():
+    clipped, gradient, advantages, lag, rows = view().notes()
+    assert clipped.startswith("Clipped: 7.3%") and "step 2" in clipped and "0.8 to 1.28" in clipped
+    assert "max_grad_norm = 1 in step 2" in gradient and "2.500" in gradient
+    assert "all 0 in step 3" in advantages and "more than 1 version old in step 3" in lag
+    assert rows.startswith("2 rows left out") and "step 3" in rows
+    (ratio,) = view(
+        clip_fraction=[0.0] * 3, grad_norm=[0.4] * 3, advantage_abs_mean=[0.1] * 3, token_lag_max=[0, 1, 1],
+        disagreeing_rows=[0] * 3, probs_ratio_p99=[1.1, 1.2, 1.5],
+    ).notes()  # fmt: skip
+    assert ratio.startswith("Ratio: at least 1% of the tokens lie outside of the clip range on one side in step 3.")
+
+
+def test_what_the_recipe_sets_no_bound_for_is_called_nothing():
+    calm = {"grad_norm": [0.4] * 3, "clip_fraction": [0.0] * 3, "advantage_abs_mean": [0.1] * 3}
+    calm |= {"token_lag_max": [0, 1, 1], "disagreeing_rows": [0] * 3, "approx_entropy": [90.0, 1e-9, 5.0]}
+    assert view(**calm).notes() == [] and "No step reached a bound" in view(**calm).html()
+    assert "nothing clipped" in repr(view(**calm))
+    without = view({}, **calm | {"grad_norm": [1e9] * 3, "probs_ratio_p99": [99.0] * 3})
+    assert without.notes() == [] and "recipe cannot be read" in without.html()
+
+
+def test_a_signal_that_no_step_has_is_greyed_with_its_reason_and_no_zero():
+    shown = view(grad_norm=[None] * 3, approx_entropy=[None, 2.0, None])
+    assert (
+        "gradient norm: not in the lines of the run&#x27;s steps.jsonl" in shown.html()
+        and "gradient norm" not in repr(shown)
+    )
+    assert "no KL penalty (train.kl.coefficient is 0)" in shown.html()
+    with house_style():
+        figure = shown.draw()
+    words = {text.get_text() for ax in figure.axes for text in ax.texts}
+    assert words == {"not in the lines of the\nrun's steps.jsonl"}
+    capped = view(TRAIN | {"loss": {"tis_cap": 2.0}})
+    assert "ratio p99" not in repr(capped) and any("by definition" in words for words in capped.notes())
+
+
+def test_runs_without_steps_say_why(tmp_path):
+    StoredRun(tmp_path / "empty").writer.close()
+    ledger = SimpleNamespace(calls=pl.DataFrame(), rollouts=pl.DataFrame())
+    served = SimpleNamespace(steps=pl.DataFrame(schema={"step": pl.Int64}), served=True)
+    for source, words in (
+        (runs.open(tmp_path / "empty"), "no optimiser step yet"),
+        (ledger, "a ledger has no optimiser steps"),
+        (served, "a served run trains nothing"),
+    ):
+        assert words in repr(Optimisation(source)) and Optimisation(source).snapshot().png
+    with pytest.raises(RunStoreError, match=r"Optimisation expected a run, got str; open a run: .*open_any\('first'\)"):
+        Optimisation("first")
+
+
+def test_many_steps_are_bounded_and_every_word_can_be_read(tmp_path):
+    many = {name: (values * 100 if name != "step" else list(range(1, 301))) for name, values in STEPS.items()}
+    shown = Optimisation(SimpleNamespace(steps=pl.DataFrame(many), recipe={"train": TRAIN}))
+    assert "The last 40 of 300 steps" in shown.html() and len(shown.html()) < 100_000
+    assert "steps 2, 5, 8, 11, 14, 17 and 94 more" in shown.html()
+    for each in (
+        shown,
+        view(),
+        view(kl_penalty=[0.1, 0.2, 0.3]),
+        view(TRAIN | {"loss": {"tis_cap": 2.0}}),
+        Optimisation(runs.open(make_run(tmp_path / "stored"))),
+    ):
+        assert unreadable(each.figure()) == [] and outside(each.figure()) == []
