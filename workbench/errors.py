@@ -20,6 +20,7 @@
     ├── FinalizerError
     │   └── GroupsDropped               groups in a row could not become rows, and replacing them does not help
     ├── TrainerError
+    │   ├── NothingToTrainOn            steps in a row had no row with a vote
     │   ├── ReplayBufferError           a group was used out of turn (reserved twice, committed with other keys, full)
     │   └── WeightSyncError             sampler and trainer disagree after new weights, or the sync failed
     ├── GatewayError                    the gateway did not answer, or answered with a failure
@@ -154,6 +155,10 @@ class GroupsDropped(FinalizerError):
 
 class TrainerError(WorkbenchError):
     """A training step could not be taken; names the step."""
+
+
+class NothingToTrainOn(TrainerError):
+    """Step after step had no row with a vote; names the commonest cause, with a rollout that has it."""
 
 
 class ReplayBufferError(TrainerError):

@@ -110,12 +110,12 @@ def by_ctrl_c(error: KeyboardInterrupt) -> bool:
 
 
 def named(error: BaseException) -> str:
-    """`KeyError: 'score'`."""
+    """`KeyError: 'score'`, and the kind alone where it says nothing."""
     try:
         said = str(error)
     except Exception:  # somebody's exception, whose words raise in turn
         said = "(it cannot be printed)"
-    return plain(f"{type(error).__name__}: {said}")
+    return plain(f"{type(error).__name__}: {said}" if said else type(error).__name__)
 
 
 def plain(text: str) -> str:

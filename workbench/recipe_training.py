@@ -95,6 +95,9 @@ class Train(Section):
     """Optimiser steps; the weight version after the last one is this number."""
     groups_per_step: Positive = 4
     """Groups in one optimiser step."""
+    max_empty_steps: Positive = 3
+    """Steps that may follow one another without a valid row, every rollout being rejected. With as many the campaign
+    ends and says what rejected most of them; what was at fault once mended, it can be resumed."""
     rollouts_per_group: Annotated[int, Field(ge=2)] = 4
     """Rollouts of one task, compared with each other. One alone has no baseline, so at least 2."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 1e-5

@@ -188,7 +188,7 @@ async def test_a_task_that_cannot_be_had_is_a_sentence_and_one_that_never_comes_
         assert await player.task(1) == Task("t-1", 1, {})
         place = f"{Path(__file__).name}:{task.__code__.co_firstlineno + 2}"
         assert await player.task(2) == f"task(2) raised KeyError: 'words' at {place}"
-        assert str(await player.task(5)).startswith("task(5) raised KeyboardInterrupt: ")
+        assert str(await player.task(5)).startswith("task(5) raised KeyboardInterrupt at test_rollouts.py")
         waiting = asyncio.create_task(player.task(3))
         assert await player.task(4) == Task("t-4", 4, {}) and not waiting.done()
         assert await waiting == "task(3) did not come within rollouts.timeout_s=0.5"
@@ -219,7 +219,7 @@ async def test_rewards_that_never_come_cost_their_rollouts_the_vote_and_hold_nob
     [
         (ValueError("no number in it"), "its reward raised ValueError: no number in it"),
         (SystemExit(3), "its reward raised SystemExit: 3"),
-        (KeyboardInterrupt(), "its reward raised KeyboardInterrupt: "),
+        (KeyboardInterrupt(), "its reward raised KeyboardInterrupt at test_rollouts.py"),
         (Sudden("mine"), "its reward raised Sudden: mine"),
         (Unprintable(), "its reward raised Unprintable: (it cannot be printed)"),
         (ValueError("two\nlines \ud800"), "its reward raised ValueError: two lines ?"),
@@ -279,10 +279,10 @@ async def test_a_reward_may_be_a_number_of_any_kind(total: Any) -> None:
         ),
         (lambda client: asyncio.to_thread(int, "x"), 60.0, "the agent raised ValueError: invalid literal"),
         (lambda client: sys.exit(3), 60.0, "the agent raised SystemExit: 3"),
-        (lambda client: _raised(KeyboardInterrupt()), 60.0, "the agent raised KeyboardInterrupt: at test_rollouts.py"),
+        (lambda client: _raised(KeyboardInterrupt()), 60.0, "the agent raised KeyboardInterrupt at test_rollouts.py"),
         (lambda client: _raised(Sudden("mine")), 60.0, "the agent raised Sudden: mine at test_rollouts.py"),
         (lambda client: _raised(TimeoutError("mine")), 60.0, "the agent raised TimeoutError: mine at test_rollouts.py"),
-        (lambda client: _raised(asyncio.CancelledError()), 60.0, "the agent raised CancelledError: "),
+        (lambda client: _raised(asyncio.CancelledError()), 60.0, "the agent raised CancelledError at test_rollouts.py"),
         (lambda client: _returned(None), 60.0, f"{RUN} None, expected AgentResult(…)"),
         (lambda client: _returned({"a": 1}), 60.0, f"{RUN} a dict, expected AgentResult(…)"),
         (lambda client: _returned(_returned(7)), 60.0, f"{RUN} a coroutine that nobody awaited, expected AgentResult"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +14,11 @@ import pytest
 from workbench.campaign.environments import Task, task_seed
 from workbench.campaign.sampling import RolloutPump
 from workbench.campaign.supply import Supply
+from workbench.campaign.training import TrainPump
 from workbench.campaign.watch import Watch
 from workbench.config import load_recipe
-from workbench.errors import ComponentDied, GroupsDropped
-from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome
+from workbench.errors import ComponentDied, GroupsDropped, NothingToTrainOn
+from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome, RowSummary
 from workbench.finalizer.metrics import GroupMetrics
 from workbench.train.buffer import ReplayBuffer
 from workbench.wire import Cause
@@ -44,6 +47,8 @@ class Bench:
     def __init__(self, *overrides: str) -> None:
         self.recipe = load_recipe("cpu_smoke", ["train.rollouts_per_group=3", *overrides])
         self.events: list[dict[str, Any]] = []
+        self.status: dict[str, Any] = {}
+        self.rows: list[RowSummary] = []  # of every group
         self.playing: set[str] = set()
         self.most_groups = 0
         self.ended: list[str] = []
@@ -53,11 +58,13 @@ class Bench:
         self.versions = Versions()
         self.supply = Supply(ReplayBuffer.of(self.recipe.train))
         writer = SimpleNamespace(
-            event=lambda kind, **fields: self.events.append({"kind": kind, **fields}), group=lambda row: None
+            event=lambda kind, **fields: self.events.append({"kind": kind, **fields}),
+            group=lambda row: None,
+            status_soon=lambda **fields: self.status.update(fields),
         )
         self.state: Any = SimpleNamespace(
             recipe=self.recipe,
-            fleet=SimpleNamespace(run_dir=SimpleNamespace(name="run"), finalizers=self),
+            fleet=SimpleNamespace(run_dir=Path("run"), finalizers=self),
             writer=writer,
             watch=Watch(60.0),
             weights=self.versions,
@@ -65,7 +72,8 @@ class Bench:
             replaced=0,
             dropped_in_a_row=0,
             evicted=0,
-            rejections={},
+            rejections=Counter(),
+            reasons=Counter(),
             counts=GroupMetrics(),
         )
         self.pump = RolloutPump(self.state, self)  # type: ignore[arg-type]
@@ -94,7 +102,7 @@ class Bench:
             group_id=request.group_id,
             weight_version=request.weight_version,
             train_keys=keys,
-            rows=[],
+            rows=self.rows,
             metrics=GroupMetrics(),
             exit_cause=Cause.ROUTE_DIMS_UNKNOWN if gone else None,
         )
@@ -195,6 +203,55 @@ async def test_groups_that_all_leave_by_their_exit_end_the_campaign_with_the_cau
     assert f"the last was g00006 ({Cause.ROUTE_DIMS_UNKNOWN}: " in str(error)
     assert [group for _, group in bench.started()] == [f"g{number:05d}" for number in range(7)]
     assert bench.state.replaced == 6 and bench.supply.buffer.state("g00002") == "ready"
+
+
+def summary(index: int, cause: Cause | None = None, detail: str | None = None) -> RowSummary:
+    return RowSummary(
+        rollout_id=f"run.0.{index}.0", index=index, task_id="t", sample_mask=int(cause is None), reward=None,
+        prompt_len=1, tokens=1, sampled_tokens=0, weight_version_min=None, weight_version_max=None,
+        terminal_selection=None, cause=cause, detail=detail,
+    )  # fmt: skip
+
+
+RAISED = "the agent raised KeyError: 'score' at my_env.py:31"
+REJECTED = [summary(0, Cause.ROLLOUT_FAILED, "gave up"), *(summary(i, Cause.ROLLOUT_FAILED, RAISED) for i in (1, 2))]
+
+
+async def test_whoever_looks_on_is_told_what_most_rollouts_were_rejected_for_before_a_step_is_done():
+    bench = Bench("train.groups_per_step=1", "train.steps=1")
+    bench.rows = REJECTED
+    bench.release.set()
+    pump = asyncio.create_task(bench.pump.run())
+    await asyncio.wait_for(bench.supply.take(1, 0), 10)
+    assert bench.status == {"rejected": 3, "rejected_for": RAISED}
+    await bench.versions.confirm(1)
+    await asyncio.wait_for(pump, 10)
+
+
+def test_steps_in_a_row_without_a_valid_row_end_the_campaign_with_the_commonest_cause():
+    bench = Bench("train.max_empty_steps=3", "train.steps=9")
+    training = TrainPump(bench.state)
+
+    def step(number: int, rows: list[RowSummary]) -> None:
+        entry = SimpleNamespace(payload=SimpleNamespace(rows=rows))
+        training._end_if_empty(number, [entry, SimpleNamespace(payload=SimpleNamespace(rows=REJECTED))])  # type: ignore[list-item]
+
+    step(1, REJECTED)
+    step(2, REJECTED)
+    step(3, [*REJECTED[:2], summary(2)])  # one valid row, and the count begins again
+    step(4, REJECTED)
+    step(5, REJECTED)
+    with pytest.raises(NothingToTrainOn) as caught:
+        step(6, REJECTED)
+    said = str(caught.value)
+    assert said.startswith(
+        "3 steps in a row, 4 to 6, had no valid row (train.max_empty_steps=3): 18 of their 18 rollouts"
+    )
+    assert f"were rejected as rollout_failed, most often: {RAISED}. Next: workbench inspect " in said
+    assert said.endswith(" run.0.1.0")
+    training = TrainPump(bench.state)
+    for number in (7, 8, 9):  # nothing is spared after the last step, and the summary says the same
+        step(number, REJECTED)
 
 
 async def test_a_full_buffer_holds_the_pump_back_until_the_trainer_takes_groups():

@@ -180,3 +180,7 @@ def test_the_progress_line_names_groups_rejections_and_what_is_to_go():
         "step 2/6 · training · about 3:10 to go · reward 0.500 · 3 rejected · token_in after roots 1 · groups 8"
     )
     assert "to go" not in describe(status | {"eta_s": 0.0})
+    why = "the agent raised KeyError: 'score' at my_env.py:31"
+    assert f" · 3 rejected, most often: {why} · token_in" in describe(status | {"rejected": 3, "rejected_for": why})
+    longest = describe(status | {"rejected": 3, "rejected_for": "{} " * 400})
+    assert "()" in longest and len(longest) < 300

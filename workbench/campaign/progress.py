@@ -16,6 +16,8 @@ import orjson
 
 from workbench.campaign.terminal import tell
 
+_LONGEST_REASON = 160
+
 
 class ProgressLine:
     """Shows the status of `run_dir` on `stream` each time `tick` is called."""
@@ -78,7 +80,7 @@ def describe(status: dict[str, Any]) -> str:
         parts.append(f"about {_clock(status['eta_s'])} to go")
     for key, words, spec in (
         ("reward_mean", "reward {}", ".3f"),
-        ("rejected", "{} rejected", "d"),
+        ("rejected", _rejected(status), "d"),
         ("token_in_rate_after_roots", "token_in after roots {}", ".4g"),
         ("groups", "groups {}", "d"),
         ("weight_version", "weights v{}", "d"),
@@ -87,6 +89,13 @@ def describe(status: dict[str, Any]) -> str:
         if isinstance(value, (int, float)):
             parts.append(words.format(format(value, spec)))
     return " · ".join(parts)
+
+
+def _rejected(status: dict[str, Any]) -> str:
+    """How the number of rejected rollouts is told, with what most of them were rejected for."""
+    reason = " ".join(str(status.get("rejected_for") or "").replace("{", "(").replace("}", ")").split())
+    shown = reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON]}…"
+    return "{} rejected" + (f", most often: {shown}" if shown else "")
 
 
 def _clock(seconds: float) -> str:

@@ -25,6 +25,7 @@ from workbench.errors import GroupsDropped, ReplayBufferError, RunStoreError, Wo
 from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome
 from workbench.finalizer.rows import clear_rows
 from workbench.finalizer.stored import read_group
+from workbench.inspect.causes import in_words
 from workbench.train.buffer import Discarded
 
 
@@ -210,6 +211,7 @@ class RolloutPump:
         for row in group.rows:
             if row.cause is not None:
                 self._state.rejections[row.cause] += 1
+                self._state.reasons[in_words(row.detail) or row.cause.explanation] += 1
                 writer.event(
                     "rollout_rejected",
                     step=step,
@@ -220,5 +222,8 @@ class RolloutPump:
                     call_id=row.call_id,
                     position=row.position,
                 )
+        if self._state.reasons:
+            ((reason, _),) = self._state.reasons.most_common(1)
+            writer.status_soon(rejected=sum(self._state.rejections.values()), rejected_for=reason)
         writer.group({"step": step, "task_seed": task_seed, "sampling_s": sampled_s, **group.store_record()})
         self._state.watch.moved()

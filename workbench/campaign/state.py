@@ -36,6 +36,8 @@ class CampaignState:
     """Groups that were given up as too stale; others were sampled in their place."""
     rejections: Counter[str] = field(default_factory=Counter)
     """Cause -> rollouts that became placeholders."""
+    reasons: Counter[str] = field(default_factory=Counter)
+    """What was found, in a sentence -> how many of them since this process began; for who looks on meanwhile."""
     counts: GroupMetrics = field(default_factory=GroupMetrics)
     """Of all finished groups, trained or not yet: what the run's token_in rates are of."""
 

@@ -17,6 +17,7 @@ import polars as pl
 from workbench import runs
 from workbench.campaign.learned import reward_rise
 from workbench.campaign.notebook_file import Outcome
+from workbench.campaign.rejected import commonest
 from workbench.inspect.causes import in_words
 from workbench.inspect.custody import guessed, guessed_words
 from workbench.places import as_word
@@ -145,12 +146,10 @@ class Summary:
         run_dir = Path(self.notebook).parent
         lines = [f"  nothing was trained        {len(self.rejected)} of {self.rollouts} rollouts were rejected"]
         next_step = f"workbench inspect {as_word(run_dir)}"
-        if self.rejected:
-            ((cause, count),) = Counter(row["cause"] for row in self.rejected).most_common(1)
-            alike = [row for row in self.rejected if row["cause"] == cause]
-            ((detail, _),) = Counter(row["detail"] for row in alike).most_common(1)
-            lines[0] += f", {count} of them as {cause}" + (f", most often: {in_words(detail)}" if detail else "")
-            next_step += f" {next(row['rollout_id'] for row in alike if row['detail'] == detail)}"
+        if (most := commonest(self.rejected)) is not None:
+            lines[0] += f", {most.count} of them as {most.cause}"
+            lines[0] += f", most often: {most.words}" if most.detail else ""
+            next_step += f" {most.rollout_id}"
         return [*lines, f"                             Next: {next_step}"]
 
 

@@ -15,8 +15,11 @@ from typing import Any
 from workbench.actors import within
 from workbench.campaign.left_off import NOTHING_YET, LeftOff
 from workbench.campaign.pace import Pace
+from workbench.campaign.rejected import commonest
 from workbench.campaign.state import CampaignState
+from workbench.errors import NothingToTrainOn
 from workbench.finalizer.metrics import pool_metrics
+from workbench.places import as_word
 from workbench.runs import gathered
 from workbench.train.buffer import Entry
 
@@ -29,6 +32,8 @@ class TrainPump:
         self._steps_done = left.steps_done
         self._pace = Pace(left.step_lines, left.first_steps)
         self._poisoned = 0
+        self._empty: list[tuple[int, list[Entry]]] = []
+        """Steps since the last one that had a valid row, and the groups that they took."""
 
     async def run(self) -> None:
         """Take every step that is still to come."""
@@ -57,10 +62,31 @@ class TrainPump:
         measured = trained | synced | {"groups_evicted": evicted}
         self._pace.took(time.monotonic() - waited_from)
         self._record(step, taken, measured, waited_s=waited_s, trained_s=trained_s)
+        self._end_if_empty(step, taken)
         await asyncio.to_thread(gathered.gather, state.fleet.run_dir, growth=gathered.AGAIN)
         every = state.recipe.checkpoint.every
         if every and (step % every == 0 or step == train.steps):
             await self.checkpoint(step)
+
+    def _end_if_empty(self, step: int, taken: list[Entry]) -> None:
+        """Raise NothingToTrainOn where as many steps in a row as the recipe allows had no valid row. After the last
+        step there is nothing to spare any more, and the summary says the same."""
+        train = self._state.recipe.train
+        if any(row.sample_mask for entry in taken for row in entry.payload.rows):
+            self._empty.clear()
+            return
+        self._empty.append((step, taken))
+        if len(self._empty) < train.max_empty_steps or step == train.steps:
+            return
+        rows = [row for _, groups in self._empty for entry in groups for row in entry.payload.rows]
+        most = commonest(row.model_dump(mode="json") for row in rows)
+        assert most is not None  # a row without a vote has its cause
+        raise NothingToTrainOn(
+            f"{len(self._empty)} steps in a row, {self._empty[0][0]} to {step}, had no valid row "
+            f"(train.max_empty_steps={train.max_empty_steps}): {most.count} of their {len(rows)} rollouts were "
+            f"rejected as {most.cause}, most often: {most.words.rstrip('.')}. "
+            f"Next: workbench inspect {as_word(self._state.fleet.run_dir)} {most.rollout_id}"
+        )
 
     async def checkpoint(self, step: int) -> None:
         """Have the trainer write a checkpoint of `step`, its last one; groups are sampled meanwhile."""
