@@ -25,7 +25,7 @@ from workbench import own_code
 from workbench.campaign.environments import AgentResult, Environment, Reward, Task, fit
 from workbench.campaign.standstill import SHARE, StoodStill
 from workbench.deadline import TooLate, await_with_deadline
-from workbench.errors import LedgerCorrupt
+from workbench.errors import GatewayError, LedgerCorrupt
 from workbench.finalizer.messages import RolloutOutcome
 from workbench.gateway.client import ControlClient
 from workbench.ledger.receipts import OnNoWitness, assemble_receipt
@@ -204,7 +204,17 @@ class RolloutPlayer(AgentRunner):
             failure_reason=Cause.ROLLOUT_FAILED.value if isinstance(reward, str) else None,
             on_no_witness=self._on_no_witness,
         )
-        return outcome_of(plan, reward, result, started, receipt=receipt, failures=manifest.failures)
+        outcome = outcome_of(plan, reward, result, started, receipt=receipt, failures=manifest.failures)
+        if receipt.failure_reason != Cause.MISSING_TERMINAL or response is None:
+            return outcome
+        return outcome.model_copy(update={"detail": await self._nearest(rollout_id, response)})
+
+    async def _nearest(self, rollout_id: str, response: Any) -> str | None:
+        """What a response that no call gave nearly is, in words."""
+        try:
+            return (await self._control.freeze(rollout_id, response=response)).get("nearest")
+        except GatewayError:  # too long, or no object: then the codes have to do
+            return None
 
 
 def outcome_of(
