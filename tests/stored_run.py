@@ -101,10 +101,11 @@ class Rollout:
 
 
 class StoredRun:
-    """Plays and finalises groups into `run_dir`."""
+    """Plays and finalises groups into `run_dir`. `named`: each agent says which response was its last."""
 
-    def __init__(self, run_dir: Path, seed: int = 5) -> None:
+    def __init__(self, run_dir: Path, seed: int = 5, *, named: bool = True) -> None:
         self.run_dir = run_dir
+        self.named = named
         self.rng = random.Random(seed)
         self.version = 0
         self.sink = MemorySink()
@@ -160,7 +161,7 @@ class StoredRun:
                 manifest,
                 rollout_id=rollout_id,
                 reward=reward,
-                declared_response_id=f"chatcmpl-{last}" if last else None,
+                declared_response_id=f"chatcmpl-{last}" if last and self.named else None,
             )
             outcomes.append(
                 RolloutOutcome(

@@ -308,6 +308,26 @@ def test_a_verified_receipt_counts_every_call_once(counts: dict[str, int], said:
     assert f"  calls     {said}\n" in verdict_text(Verdict.model_construct(**fields), Path("run"))
 
 
+@pytest.mark.parametrize(
+    ("selection", "others", "said"),
+    [
+        (
+            "heuristic",
+            2,
+            "nobody named one\n            2 other conversations of this rollout left out; --terminal names",
+        ),
+        ("heuristic", 0, "chosen by heuristic from the parent links, nobody named one\n  calls"),
+        ("declared", 2, "declared\n  calls"),
+    ],
+)
+def test_a_receipt_says_that_its_last_call_was_guessed_and_what_was_left_out(
+    selection: str, others: int, said: str
+) -> None:
+    counts = {"chain": 2, "calls": 2 + others, "failed_calls": 0, "other_roots": others, "selection": selection}
+    fields = dict.fromkeys(Verdict.model_fields) | {"verified": True, "tokens": 9, "sampled_tokens": 3} | counts
+    assert said in verdict_text(Verdict.model_construct(**fields), Path("run"))
+
+
 async def test_what_no_receipt_was_ever_asked_with_and_a_group_that_is_stored_are_refused(tmp_path: Path) -> None:
     store = LedgerStore(tmp_path / "ledger")
     for rollout_id in ("one", "two"):

@@ -15,12 +15,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from chains import Chain
 
 from workbench.campaign import standstill
 from workbench.campaign.echo_rollouts import EchoPlayer
 from workbench.campaign.environments import AgentResult, Reward, Task
 from workbench.campaign.rollouts import AgentRunner, RolloutPlan, RolloutPlayer
 from workbench.config import load_recipe
+from workbench.errors import GatewayError
+from workbench.finalizer.verdicts import Rejection, verdict_of
 from workbench.serving.sampling import SamplingPins
 from workbench.wire import Cause
 
@@ -125,6 +128,34 @@ async def test_an_agent_that_keeps_the_event_loop_is_told_of_and_costs_its_rollo
     assert detail.startswith(f"the agent kept the event loop for 2 s at {here}:")
     assert int(detail.split(f"{here}:")[1].split(":")[0]) - line in (1, 2)
     assert len(told) == 1 and told[0].startswith(f"the event loop has stood still for 0.5 s at {here}:")
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_an_answer_that_no_call_gave_is_put_aside_with_what_it_nearly_is(refuses: bool) -> None:
+    left = {"choices": [{"message": {"role": "assistant", "content": "It rains.\n"}}]}
+    chain = Chain(PLAN.rollout_id)
+    staged = chain.call()
+
+    class Printed(Scoring):
+        async def run(self, client: Any, model: str, task: Task, rng: Any) -> AgentResult:
+            return AgentResult(response=left, transcript=[])
+
+    class Near(Control):
+        async def freeze(self, rollout_id: str, response: Any = None) -> dict[str, Any]:
+            if response is not None and refuses:
+                raise GatewayError("The gateway answered 413.")
+            records = [record.model_dump(mode="json") for record in chain.records]
+            closed = {"manifest": {"rollout_id": rollout_id, "records": records, "failures": []}}
+            return closed | ({} if response is None else {"nearest": "it has a newline. Next: leave it."})
+
+    player = RolloutPlayer(control=Near(), **_settings(Reward(1.0, {}), 5.0))  # type: ignore[arg-type]
+    player._environment = Printed(Reward(1.0, {}))  # type: ignore[assignment]
+    outcome = await player.play(PLAN)
+    await player.close()
+    verdict = verdict_of(outcome, {chain.records[0].staging_key: staged})
+    assert isinstance(verdict, Rejection) and verdict.cause is Cause.MISSING_TERMINAL
+    said = "response_has_no_id,no_content_match"
+    assert verdict.detail == (said if refuses else f"{said}; it has a newline. Next: leave it.")
 
 
 async def test_a_real_ctrl_c_in_an_agent_ends_more_than_its_rollout(monkeypatch: pytest.MonkeyPatch) -> None:

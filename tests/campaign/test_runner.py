@@ -177,7 +177,11 @@ def test_a_stopped_run_closes_itself_first_and_is_told_as_stopped(tmp_path, numb
 @pytest.mark.kernel
 def test_a_closed_terminal_stops_a_run_as_a_signal_does_though_nothing_can_be_said_there(tmp_path):
     own, terminal = pty.openpty()
-    case = Case(tmp_path / "run", START, WAIT, terminal=terminal)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever these tests were started with: nohup, it may be
+    try:
+        case = Case(tmp_path / "run", START, WAIT, terminal=terminal)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     os.close(terminal)
     case.until("waiting")
     os.close(own)  # the kernel sends SIGHUP, and every write to the terminal fails from now on

@@ -91,6 +91,17 @@ async def test_a_retry_is_a_sibling_and_the_scored_response_names_the_terminal(s
     assert (await stack.control.freeze("chain.retry", response=third))["attribution"]["terminal"] == other.model_call_id
 
 
+async def test_of_an_answer_that_nobody_gave_the_nearest_one_is_named(stack: Stack) -> None:
+    first = await say(stack.agent("chain.near"), ASK)
+    left = {"choices": [{"message": {"role": "assistant", "content": message_of(first)["content"] + "\n"}}]}
+    closed = await stack.control.freeze("chain.near", response=left)
+    assert closed["attribution"]["reason"] == "response_has_no_id,no_content_match"
+    (record,) = closed["manifest"]["records"]
+    said = f"the text that was left is the answer of call {record['model_call_id'][:12]} with '\\n' after it. Next: "
+    assert closed["nearest"].startswith(said)
+    assert "nearest" not in await stack.control.freeze("chain.near", response=first)
+
+
 async def test_an_edited_history_is_served_and_never_becomes_a_root(stack: Stack) -> None:
     agent = stack.agent("chain.edited")
     first = await say(agent, ASK)

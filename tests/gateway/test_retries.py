@@ -15,7 +15,7 @@ import openai
 import orjson
 import pytest
 import pytest_asyncio
-from gate import COMPLETION, FRAMES, Gate
+from gate import ACKNOWLEDGEMENT, COMPLETION, FRAMES, Gate
 
 from conftest import CONTROL, Stack, gateway_over, listening, until
 from workbench.gateway.app import Gateway
@@ -350,22 +350,29 @@ async def test_a_torn_last_record_is_dropped(gated: Gated, stack: Stack, tmp_pat
     assert all(orjson.loads(line) for line in path.read_bytes().splitlines())
 
 
-async def test_a_call_that_another_gateway_does_not_end_in_time_is_a_timeout(gated: Gated) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("place", [COMPLETION, ACKNOWLEDGEMENT])
+async def test_a_call_that_has_no_row_yet_at_another_gateway_has_no_answer_here(
+    gated: Gated, place: str, stream: bool
+) -> None:
+    rollout_id, ask = f"late.elsewhere.{place}.{stream}", ASK | {"stream": stream}
     key, ledger = {"idempotency-key": "k"}, gated.gateway.custodian.store.directory
     async with (
         gateway_over("http://127.0.0.1:9", ledger, request_timeout_s=0.2) as (url, _),
         httpx.AsyncClient(verify=False, timeout=30.0) as http,
     ):
-        gated.gate.hold(COMPLETION)
-        reached = gated.gate.reached[COMPLETION]
-        one = asyncio.create_task(gated.post("late.elsewhere", key))
-        await until(lambda: gated.gate.reached[COMPLETION] > reached, "the call is under way")
-        path = "/ng-rollout/late.elsewhere/v1/chat/completions"
-        late = await http.post(url + path, json=ASK, headers=key)
+        gated.gate.hold(place)
+        reached = gated.gate.reached[place]
+        one = asyncio.create_task(gated.post(rollout_id, key, stream=stream))
+        await until(lambda: gated.gate.reached[place] > reached, "the call is under way")
+        path = f"/ng-rollout/{rollout_id}/v1/chat/completions"
+        late = await http.post(url + path, json=ask, headers=key)
         assert (late.status_code, late.json()["error"]["code"]) == (504, "call_timeout")
         gated.gate.release()
-        assert (await one).status_code == 200
-    assert gated.rows("late.elsewhere") == 1
+        first = await one
+        again = await http.post(url + path, json=ask, headers=key)
+        assert (again.status_code, again.content) == (200, first.content)
+    assert gated.rows(rollout_id) == 1
 
 
 async def test_of_very_many_rollouts_the_logs_are_read_again(gated: Gated, monkeypatch: pytest.MonkeyPatch) -> None:

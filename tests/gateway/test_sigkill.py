@@ -19,7 +19,6 @@ from typing import Any
 
 import openai
 import orjson
-import psutil
 import pytest
 import pytest_asyncio
 from gate import ACKNOWLEDGEMENT, COMPLETION, FRAMES, REQUEST, Gate
@@ -77,7 +76,9 @@ class Killed:
         pid = int((self.ledger / f"{begun[-1]['gateway']}.gateway").read_text())
         assert pid in self.running[-1].pids
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "the process is dead")
+        # Not before its last thread is gone: until then it may still hold its locks.
+        gone = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        await until(lambda: os.waitid(os.P_PID, pid, gone) is not None, "the process is dead")
         if self.workers == 1:
             await asyncio.to_thread(self.running.pop().stop)
 

@@ -30,11 +30,14 @@ def test_what_witnesses_said_has_its_words_behind_each_code():
     assert in_words("corroborated_by=content").startswith("corroborated_by=content (these witnesses")
     both = in_words("no_response_object,ambiguous_terminal", "ambiguous_terminal")
     assert both == "no_response_object (the agent left no response as it was served, so nothing could be compared)"
+    assert in_words(f"{SAID}; what it nearly is, in words") == f"{WORDS}; what it nearly is, in words"
     for code in REASONS:
         assert in_words(code).startswith(f"{code} (")
 
 
-@pytest.mark.parametrize("detail", ["The receipt lists no call.", "no_such_code", "a sentence, with a comma", ""])
+@pytest.mark.parametrize(
+    "detail", ["The receipt lists no call.", "no_such_code", "a sentence, with a comma", "one; more", ""]
+)
 def test_what_is_no_code_stays_as_it_is(detail):
     assert in_words(detail) == detail and in_words(None) == ""
 

@@ -168,7 +168,16 @@ def test_cause_and_first_differing_item(name: str, tmp_path: Path) -> None:
             model(None, tool_calls=[tool_call('{"a":[1,3]}')]),
             "tool_calls[0].function.arguments.a[1]: '2' was recorded, '3' came",
         ),
-        (model('{"a":1}'), model('{"a": 1}'), """content: '{"a":1}' was recorded, '{"a": 1}' came"""),
+        (
+            model('{"a":1}'),
+            model('{"a": 1}'),
+            """content: '{"a":1}' was recorded, '{"a": 1}' came; only white space in it differs""",
+        ),
+        (
+            model(None, tool_calls=[tool_call('{"a":"1"}')]),
+            model(None, tool_calls=[tool_call('{"a":1}')]),
+            """tool_calls[0].function.arguments.a: '"1"' was recorded, '1' came; only its JSON type differs""",
+        ),
         (
             model("x" * 3 * LEAF_CHARS + "y"),
             model("x" * 3 * LEAF_CHARS + "z"),
@@ -180,6 +189,101 @@ def test_cause_and_first_differing_item(name: str, tmp_path: Path) -> None:
 )
 def test_the_first_place_in_which_two_items_differ(was: dict[str, Any], came: dict[str, Any], says: str) -> None:
     assert str(first_difference(ItemDigest.of(was), ItemDigest.of(came))) == says
+
+
+THOUGHT, TEXT = Cause.TEMPLATE_STRIPPED_REASONING, Cause.ASSISTANT_TEXT_CHANGED
+LONG = "word " * LEAF_CHARS
+ENDS, SPACE = "only white space at its ends differs", "only white space in it differs"
+EDITS: list[tuple[str, str, Cause, str | None]] = [
+    # what the model said, what came back, cause, what alone differs
+    (" It rains.", "It rains.", TEXT, ENDS),
+    ("It rains.\n", "It rains.", TEXT, ENDS),
+    ("It rains.", "It rains.\n", TEXT, ENDS),
+    (LONG, LONG.strip(), TEXT, ENDS),
+    ("It  rains.", "It rains.", TEXT, SPACE),
+    (f"{LONG}\n\n{LONG}", f"{LONG}\n{LONG}", TEXT, SPACE),
+    ("It\r\nrains.", "It\nrains.", TEXT, "only its line ends differ (CR LF and LF)"),
+    ("It rains.\r\n", "It rains.", TEXT, ENDS),
+    ("caf\u00e9", "cafe\u0301", TEXT, "only the Unicode form of its characters differs"),
+    ("It rains.", "it rains.", TEXT, "only upper and lower case differ"),
+    ("It rains.", "it  rains.", TEXT, None),
+    ("It rains.", "It snows.", TEXT, None),
+    ("It rains.", "", TEXT, None),
+    ("<think>R</think>A", "A", THOUGHT, None),
+    ("<think>R</think>\n\nA", "A", THOUGHT, None),
+    ("<think>R</think>\n\nA\n", "A", THOUGHT, None),
+    ("\n<think>R</think> A", "\nA", THOUGHT, None),
+    ("<think>\n\n</think>\n\nA", "A", THOUGHT, None),
+    ("<think>R</think>A", "<think></think>A", THOUGHT, None),
+    ("<think>R</think>A<think>S</think>B", "A<think>S</think>B", THOUGHT, None),
+    ("<think>R</think>A", "B", TEXT, None),
+    ("<think>R</think> A", "<think>R</think>A", TEXT, SPACE),
+    ("<think>R</think>A ", "<think>R</think>A", TEXT, ENDS),
+    ("<think>R</think>A", "<think>S</think>A", TEXT, None),
+    ("A", "<think>R</think>A", TEXT, None),
+]
+
+
+@pytest.mark.parametrize(("said", "came", "cause", "only"), EDITS)
+def test_an_edit_of_an_answer_is_called_the_smallest_thing_that_is_true(
+    said: str, came: str, cause: Cause, only: str | None, tmp_path: Path
+) -> None:
+    store = LedgerStore(tmp_path)
+    commit(store, R, "c0", [user("q")], [model(said)])
+    drift = store.admit(R, [user("q"), model(came), user("more")], "c1").drift
+    assert drift is not None and drift.difference is not None
+    assert (drift.cause, drift.difference.only) == (cause, only), drift.detail
+    assert drift.detail.endswith(f"; {only}" if only else " came") or LONG in (said, came)
+
+
+CALL, RESPELLED = tool_call('{"a":1,"b":"x y"}'), Cause.TOOL_CALL_RESERIALISED
+TOOL_EDITS: list[tuple[dict[str, Any], Cause, str]] = [
+    # the turn that came back for CALL with the text "I look.", the cause, what is said of it
+    (
+        model("I look.", tool_calls=[tool_call('{"a":1.0,"b":"x y"}')]),
+        Cause.TOOL_CALL_RESERIALISED,
+        "spelled otherwise",
+    ),
+    (model("I look.", tool_calls=[CALL | {"id": "t2"}]), Cause.TOOL_CALL_RESERIALISED, "came back under another id"),
+    (model("I look. ", tool_calls=[CALL]), TEXT, ENDS),
+    (model("I look. ", tool_calls=[tool_call('{ "b": "x y", "a": 1 }')]), TEXT, ENDS),
+    (model("I see.", tool_calls=[CALL | {"id": "t2"}]), RESPELLED, "its turn was changed too"),
+    (model("I look.", tool_calls=[tool_call('{"a":1,"b":"x  y"}')]), Cause.HISTORY_EDITED, SPACE),
+    (model("I look.", tool_calls=[tool_call('{"a":"1","b":"x y"}')]), Cause.HISTORY_EDITED, "its JSON type differs"),
+    (model([{"type": "text", "text": "I "}, {"type": "text", "text": "look."}], tool_calls=[CALL]), TEXT, "its parts"),
+]
+
+
+@pytest.mark.parametrize(("came", "cause", "says"), TOOL_EDITS)
+def test_an_edit_of_a_turn_with_a_tool_call(came: dict[str, Any], cause: Cause, says: str, tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    commit(store, R, "c0", [user("q")], [model("I look.", tool_calls=[CALL])])
+    drift = store.admit(R, [user("q"), came, user("more")], "c1").drift
+    assert drift is not None
+    assert drift.cause is cause, drift.detail
+    assert says in drift.detail
+
+
+def test_spacing_and_order_of_keys_in_a_tool_call_are_no_edit(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    commit(store, R, "c0", [user("q")], [model("I look.", tool_calls=[CALL])])
+    came = model("I look.", tool_calls=[tool_call('{ "b": "x y", "a": 1 }')])
+    assert store.admit(R, [user("q"), came, user("more")], "c1").resolution.parent == "c0"
+
+
+def test_tool_calls_in_another_order_are_called_that(tmp_path: Path) -> None:
+    store, calls = LedgerStore(tmp_path), [CALL, tool_call("{}", call_id="t2")]
+    commit(store, R, "c0", [user("q")], [model(None, tool_calls=calls)])
+    drift = store.admit(R, [user("q"), model(None, tool_calls=calls[::-1]), user("more")], "c1").drift
+    assert drift is not None and "its tool calls came back in another order" in drift.detail
+
+
+def test_of_an_edited_question_too_it_is_said_what_alone_differs(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    commit(store, R, "c0", [user("q\n")], [model("A")])
+    drift = store.admit(R, [user("q"), model("A"), user("more")], "c1").drift
+    assert drift is not None
+    assert (drift.cause, drift.difference and drift.difference.only) == (Cause.HISTORY_EDITED, ENDS)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from workbench.campaign.desk import ReceiptAsked, Verdict, checked_group
 from workbench.campaign.desk_socket import ask
 from workbench.errors import ComponentDied, RunStoreError
 from workbench.inspect.causes import in_words
+from workbench.inspect.html import count
 from workbench.places import as_word
 from workbench.runs.condition import broken_status, state_of
 
@@ -74,6 +75,7 @@ def verdict_text(verdict: Verdict, run_dir: Path) -> str:
         lines = [
             f"Rollout {verdict.rollout_id}: verified",
             f"  terminal  call {verdict.terminal}, {_selection(verdict)}",
+            *_left_out(verdict),
             f"  calls     {_calls(verdict)}",
             f"  tokens    {verdict.tokens:,}, {verdict.sampled_tokens:,} sampled; digest {_short(verdict.digest)}",
         ]
@@ -108,10 +110,17 @@ def _selection(verdict: Verdict) -> str:
         "declared": "declared",
         "response_id": "by the response's id",
         "content": "by the response's content",
-        "heuristic": "chosen by the parent links, nobody named one",
+        "heuristic": "chosen by heuristic from the parent links, nobody named one",
         None: "not attributed",
     }.get(verdict.selection, str(verdict.selection))
     return f"{how}: {in_words(verdict.attribution)}" if verdict.selection is None and verdict.attribution else how
+
+
+def _left_out(verdict: Verdict) -> list[str]:
+    if verdict.selection != "heuristic" or not verdict.other_roots:
+        return []
+    others = count(verdict.other_roots, "other conversation")
+    return [f"            {others} of this rollout left out; --terminal names the call that was scored"]
 
 
 def _short(digest: str | None) -> str:

@@ -42,7 +42,8 @@ class ReceiptAsked(BaseModel):
 
 
 class Verdict(BaseModel):
-    """What became of one rollout, without its tokens. `digest` is that of the whole sequence up to the terminal."""
+    """What became of one rollout, without its tokens. `digest` is that of the whole sequence up to the terminal;
+    `other_roots` counts conversations that are not the terminal's."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -63,6 +64,7 @@ class Verdict(BaseModel):
     tokens: int
     sampled_tokens: int
     reward: float | None
+    other_roots: int = 0
 
 
 class ReceiptDesk:
@@ -205,4 +207,5 @@ def _verdict(group_id: str, asked: ReceiptAsked, row: RowSummary, outcome: Rollo
         tokens=row.tokens,
         sampled_tokens=row.sampled_tokens,
         reward=receipt.reward,
+        other_roots=sum(record.parent_call_id is None for record in records.values()) - (chain > 0),
     )

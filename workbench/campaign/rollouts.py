@@ -25,7 +25,7 @@ from workbench import own_code
 from workbench.campaign.environments import AgentResult, Environment, Reward, Task, fit
 from workbench.campaign.standstill import SHARE, StoodStill
 from workbench.deadline import TooLate, await_with_deadline
-from workbench.errors import LedgerCorrupt
+from workbench.errors import GatewayError, LedgerCorrupt
 from workbench.finalizer.messages import RolloutOutcome
 from workbench.gateway.client import ControlClient
 from workbench.ledger.receipts import OnNoWitness, assemble_receipt
@@ -34,6 +34,11 @@ from workbench.wire import Cause, RolloutManifest
 T = TypeVar("T")
 
 _LET_GO = "all other rollouts waited. Next: `await`, or work in `asyncio.to_thread`"
+
+
+def rollout_name(run: str, group: int, index: int, attempt: int) -> str:
+    """The id of a rollout: what a `RolloutPlan` with these will have."""
+    return f"{run}.{group}.{index}.{attempt}"
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class RolloutPlan:
 
     @property
     def rollout_id(self) -> str:
-        return f"{self.run}.{self.group}.{self.index}.{self.attempt}"
+        return rollout_name(self.run, self.group, self.index, self.attempt)
 
     @property
     def task_id(self) -> str | None:
@@ -199,7 +204,17 @@ class RolloutPlayer(AgentRunner):
             failure_reason=Cause.ROLLOUT_FAILED.value if isinstance(reward, str) else None,
             on_no_witness=self._on_no_witness,
         )
-        return outcome_of(plan, reward, result, started, receipt=receipt, failures=manifest.failures)
+        outcome = outcome_of(plan, reward, result, started, receipt=receipt, failures=manifest.failures)
+        if receipt.failure_reason != Cause.MISSING_TERMINAL or response is None:
+            return outcome
+        return outcome.model_copy(update={"detail": await self._nearest(rollout_id, response)})
+
+    async def _nearest(self, rollout_id: str, response: Any) -> str | None:
+        """What a response that no call gave nearly is, in words."""
+        try:
+            return (await self._control.freeze(rollout_id, response=response)).get("nearest")
+        except GatewayError:  # too long, or no object: then the codes have to do
+            return None
 
 
 def outcome_of(

@@ -19,7 +19,7 @@ from functools import partial
 
 from workbench.campaign.environments import task_seed
 from workbench.campaign.left_off import NOTHING_YET, LeftOff, OpenGroup
-from workbench.campaign.rollouts import AgentRunner, RolloutPlan
+from workbench.campaign.rollouts import AgentRunner, RolloutPlan, rollout_name
 from workbench.campaign.state import CampaignState
 from workbench.errors import GroupsDropped, ReplayBufferError, RunStoreError, WorkbenchError, first_cause
 from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome
@@ -129,13 +129,10 @@ class RolloutPump:
         state, train = self._state, self._state.recipe.train
         group_id = f"g{number:05d}"
         seed = task_seed(state.recipe, number)
-        task = await self._player.task(seed)
-        plans = [
-            RolloutPlan(run=state.fleet.run_dir.name, group=number, index=index, attempt=attempt, task=task)
-            for index in range(train.rollouts_per_group)
-        ]
-        rollout_ids = [plan.rollout_id for plan in plans]
-        # Of the moment in which there is room: the weights may have moved on since the wait for it began.
+        run, places = state.fleet.run_dir.name, range(train.rollouts_per_group)
+        rollout_ids = [rollout_name(run, number, index, attempt) for index in places]
+        # Before the task is asked for, which takes as long as it likes: groups have their order from here, and with
+        # `in_order` what a step trains on. The version is that of the moment in which there is room.
         version = await state.supply.reserve(group_id, rollout_ids, lambda: state.weights.version)
         began = time.monotonic()
         state.writer.event(
@@ -143,13 +140,13 @@ class RolloutPump:
             step=step,
             group_id=group_id,
             rollout_ids=rollout_ids,
-            task_id=plans[0].task_id,
             task_seed=seed,
             weight_version=version,
         )
         try:
             with state.watch.doing(group_id, "sampling"):
-                outcomes = await self._play_all(plans)
+                task = await self._player.task(seed)
+                outcomes = await self._play_all([RolloutPlan(run, number, index, attempt, task) for index in places])
                 sampled_s = time.monotonic() - began
                 state.watch.moved()
                 state.watch.in_flight[group_id] = "finalizing"

@@ -19,6 +19,7 @@ from workbench.campaign.learned import reward_rise
 from workbench.campaign.notebook_file import Outcome
 from workbench.campaign.rejected import commonest
 from workbench.inspect.causes import in_words
+from workbench.inspect.custody import guessed, guessed_words
 from workbench.places import as_word
 from workbench.runs.early import count_early, early_words
 from workbench.runs.shelf import finished_rollouts, token_in_rates
@@ -52,6 +53,10 @@ class Summary:
     token_in_rate_after_roots: float | None
     echo_wrong_rows: int | None
     """Token-echo arm: valid rows that are not what the engine ran at their last call. None where capture is on."""
+    heuristic_fraction: float | None
+    """Of the valid rollouts, those whose last call nobody named, so that the parent links chose it."""
+    guessed: str | None
+    """The same in words, with the next step; None for none."""
     ended_early: dict[str, int]
     """Reason -> finalised rollouts whose agent stopped before the end."""
     rejected: list[dict[str, Any]]
@@ -109,6 +114,7 @@ class Summary:
                 if self.echo_wrong_rows is None
                 else [f"  token-echo arm             {self.echo_wrong_rows} of {self.valid_rollouts} valid rows wrong"]
             ),
+            *([f"  terminals guessed          {self.guessed}"] if self.guessed else []),
             f"  sampler–trainer proofs     {agreed}",
             f"  mean |Δ log-prob|          {_dash(self.mean_abs_logprob_delta, '.4f')} nat over "
             f"{self.trained_tokens:,} tokens",
@@ -159,6 +165,7 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
     taken = rollouts.filter(pl.col("step").is_in(steps["step"].to_list()))
     calls = run.calls.join(rollouts, on="rollout_id", how="semi")
     rates = token_in_rates(calls)
+    valid = int((rollouts["sample_mask"] == 1).sum())
     scored = run.logprobs().drop_nulls("delta")
     delta_T = scored["delta"].to_numpy()
     equal_T = at_equal_weights(scored)["delta"].to_numpy()
@@ -174,12 +181,14 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
         groups=rollouts["group_id"].n_unique(),
         rows_per_group=rollouts.group_by("group_id").len().sort("group_id")["len"].to_list(),
         rollouts=rollouts.height,
-        valid_rollouts=int((rollouts["sample_mask"] == 1).sum()),
+        valid_rollouts=valid,
         calls=calls.height,
         unfinished_calls=run.calls.height - calls.height,
         token_in_rate=rates["token_in_rate"],
         token_in_rate_after_roots=rates["token_in_rate_after_roots"],
         echo_wrong_rows=None if campaign["capture_enabled"] else int(run.groups["echo_wrong_rows"].sum()),
+        heuristic_fraction=guessed(rollouts).height / valid if valid else None,
+        guessed=guessed_words(rollouts, calls),
         ended_early=count_early(rollouts["ended_early"]),
         rejected=rollouts.filter(pl.col("cause").is_not_null())
         .sort("group_id", "index")

@@ -34,6 +34,7 @@ from workbench.finalizer.metrics import GroupMetrics
 from workbench.finalizer.parts import call_records, row_records
 from workbench.finalizer.routes import RouteDims, RoutePlan, RouteSettings
 from workbench.finalizer.verdicts import Staged
+from workbench.inspect.custody import guessed_words
 from workbench.inspect.html import count
 from workbench.runs.frames import read_lines, read_parts
 from workbench.runs.reader import Run
@@ -62,6 +63,8 @@ def verify_run(run_dir: Path | str) -> VerifyReport:
         _Group(run.path, name, report, known).verify()
     verify_group_lines(run.path, known, report)
     _tell_calls_without_receipt(run, report)
+    if not run.damage and (words := guessed_words(run.rollouts, run.calls)) is not None:
+        report.remarks.append(words)
     if unfinished:
         report.not_compared.append(f"unfinished, so it counts as never sampled: {', '.join(sorted(unfinished))}")
     trained = verify_steps(run.path, run.recipe, verified, known, report)

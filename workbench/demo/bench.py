@@ -84,7 +84,12 @@ class Bench:
         manifest = RolloutManifest.model_validate(closed["manifest"])
         receipt = assemble_receipt(manifest, rollout_id=rollout_id, reward=reward, response=response)
         return RolloutOutcome(
-            rollout_id=rollout_id, index=0, receipt=receipt, failures=manifest.failures, reward=reward
+            rollout_id=rollout_id,
+            index=0,
+            receipt=receipt,
+            failures=manifest.failures,
+            detail=closed.get("nearest"),
+            reward=reward,
         )
 
     async def fetch(self, outcomes: Sequence[RolloutOutcome]) -> Storage:

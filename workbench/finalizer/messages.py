@@ -25,8 +25,9 @@ class RolloutOutcome(_Message):
     """One rollout as the controller saw it end.
 
     `receipt` None means that none was assembled, `failure` then says why; `failures` are the manifest's calls without a
-    custody row, which a receipt does not carry. `reward` and its parts are the environment's; None: nobody gave
-    one, or the rollout failed before. `ended_early` is why its agent stopped before the end; None: it did not say so.
+    custody row, which a receipt does not carry. `detail` says more of the failure, or of a response that no call gave.
+    `reward` and its parts are the environment's; None: nobody gave one, or the rollout failed before. `ended_early` is
+    why its agent stopped before the end; None: it did not say so.
     """
 
     rollout_id: str

@@ -87,7 +87,10 @@ def _primary(error: ReceiptRejected, outcome: RolloutOutcome, receipt: RolloutRe
     # The failed call that poisoned it, where it was one: its detail is the worker's typed cause.
     failed = next((failure for failure in outcome.failures if failure.reason == cause), None)
     agent = outcome.detail if outcome.failure is not None or receipt.terminal_attribution_reason is None else None
-    said = reason or (failed.detail if failed else None) or agent or receipt.terminal_attribution_reason
+    witnesses = receipt.terminal_attribution_reason
+    if cause is Cause.MISSING_TERMINAL and outcome.failure is None and witnesses and outcome.detail:
+        witnesses = f"{witnesses}; {outcome.detail}"
+    said = reason or (failed.detail if failed else None) or agent or witnesses
     return Rejection(cause, said or cause.explanation, failed.model_call_id if failed else None)
 
 

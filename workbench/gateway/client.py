@@ -47,7 +47,8 @@ class ControlClient:
     async def freeze(
         self, rollout_id: str, response: Mapping[str, Any] | None = None, terminal_response_id: str | None = None
     ) -> dict[str, Any]:
-        """Close a rollout: `{"manifest": …, "attribution": {"terminal", "method", "reason"}}`, both as JSON."""
+        """Close a rollout: `{"manifest": …, "attribution": {"terminal", "method", "reason"}}`, both as JSON; for a
+        response that no call gave also `nearest`, a sentence or null."""
         return await self._call(
             "POST", rollout_id, "freeze", {"response": response, "terminal_response_id": terminal_response_id}
         )

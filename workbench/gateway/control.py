@@ -3,6 +3,7 @@
     GET  …/rollouts/{id}/manifest
     POST …/rollouts/{id}/freeze   {terminal_response_id?, response?}                → manifest and attribution
     POST …/rollouts/{id}/seal     {reward, terminal_response_id?, response?, …}     → freeze, and the receipt
+The attribution of a response that no call gave comes with `nearest`: in words, what it nearly is.
 Invariant: a wrong or missing token learns nothing, not even whether a rollout exists. Only this machine is answered,
 unless the settings open the control plane.
 """
@@ -109,7 +110,11 @@ class ControlPlane:
         attribution = await self._custodian.off_loop(
             attribute_terminal, manifest.records, given.get("response"), given.get("terminal_response_id")
         )
-        return {"manifest": _as_json(manifest), "attribution": asdict(attribution)}
+        answer: dict[str, Any] = {"manifest": _as_json(manifest), "attribution": asdict(attribution)}
+        if attribution.terminal is None and "no_content_match" in attribution.reason:
+            nearest = self._custodian.store.nearest_answer
+            answer["nearest"] = await self._custodian.off_loop(nearest, rollout_id, given["response"])
+        return answer
 
     async def _seal(self, rollout_id: str, given: dict[str, Any]) -> dict[str, Any]:
         _check_witnesses(given)

@@ -186,8 +186,10 @@ class Retries:
             self._metrics.repeated.labels("joined").inc()
             return exchange
         log = self._log(asked.rollout_id)
-        while await self._custodian.off_loop(log.state, known.call_id) == "running":
-            if time.monotonic() > deadline or not await self._custodian.off_loop(self._alive, known):
+        while await self._custodian.off_loop(self._under_way, asked.rollout_id, known.call_id):
+            if not await self._custodian.off_loop(self._alive, known):
+                break
+            if time.monotonic() > deadline:
                 return None
             await asyncio.sleep(POLL_S)
         answer = await self._custodian.off_loop(log.answer, known.call_id)
@@ -206,10 +208,18 @@ class Retries:
         self._metrics.repeated.labels("stored").inc()
         return Stored(known.call_id, answer.media_type, raw)
 
+    def _under_way(self, rollout_id: str, call_id: str) -> bool:
+        """Whether a call has neither come to nothing nor the ledger row without which no answer leaves."""
+        log = self._log(rollout_id)
+        state = log.state(call_id)
+        if state == "answered":
+            return call_id in log.unsettled and not self._has_row(rollout_id, call_id)
+        return state == "running"
+
     async def _finish(self, asked: Asked, known: Known, answer: Answer, raw: bytes) -> None:
-        """Settle an answered call that a crash kept from its ledger row."""
+        """Settle an answered call whose gateway is gone, where that kept it from its ledger row."""
         log = self._log(asked.rollout_id)
-        if known.call_id not in log.unsettled or self._alive(known):
+        if known.call_id not in log.unsettled:
             return
         if not await self._custodian.off_loop(self._has_row, asked.rollout_id, known.call_id):
             admitted = await self._custodian.off_loop(self._admitted, asked.rollout_id, known.call_id, answer)

@@ -7,6 +7,7 @@ reason, never 0; a run whose writer is gone has nothing in flight. Not here: how
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import orjson
@@ -76,7 +77,19 @@ def _served_tiles(campaign: dict[str, Any], run: Any) -> list[dict[str, Any]]:
         _tile("rollouts without a receipt", f"{without:,}", ""),
         _tile("rollouts valid", f"{campaign['valid_rollouts']:,} of {campaign['rollouts']:,}", ""),
         _tile("reward, mean", f"{rewards.mean():.3f}" if rewards.len() else None, "no valid rollout has one"),
+        *_guessed(run.groups),
     ]
+
+
+def _guessed(groups: pl.DataFrame) -> list[dict[str, Any]]:
+    """A tile where the last call of a rollout was named by nobody; none where there is no such rollout."""
+    if "terminal_selection_counts" not in groups.columns:
+        return []
+    chosen: Counter[str] = Counter()
+    for counts in groups["terminal_selection_counts"].drop_nulls():
+        chosen.update(orjson.loads(counts))
+    told = f"{chosen['heuristic']:,} of {chosen.total():,}"
+    return [_tile("last calls chosen by heuristic", told, "")] if chosen["heuristic"] else []
 
 
 def _calls(calls: pl.DataFrame) -> list[dict[str, Any]]:
@@ -118,6 +131,7 @@ def _tiles(
         _tile("rollouts valid", f"{campaign['valid_rollouts']:,} of {campaign['rollouts']:,}", ""),
         _tile("groups finalised", f"{campaign['groups']:,}", ""),
         _tile("weight version", _number(campaign["weight_version"], ",d"), _NO_STEP),
+        *_guessed(groups),
     ]
 
 

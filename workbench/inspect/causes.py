@@ -31,11 +31,12 @@ def in_words(detail: str | None, cause: str | None = None) -> str:
     """A rollout's detail for a reader: behind each code what it means, in brackets; a sentence stays as it is.
 
     Codes are causes and what the witnesses said; several are joined by commas, and may bring something of their own
-    along: `no_content_match,witness_disagreement[response_id=…;content=…]`. A `cause` that is said beside it
-    is left out.
+    along: `no_content_match,witness_disagreement[response_id=…;content=…]`; after `; ` a sentence may follow. A `cause`
+    that is said beside it is left out.
     """
+    codes, more, sentence = (detail or "").partition("; ")
     parts = []
-    for part in (detail or "").split(","):
+    for part in codes.split(","):
         if part == cause:
             continue
         code = _CODE.match(part)
@@ -43,4 +44,4 @@ def in_words(detail: str | None, cause: str | None = None) -> str:
         if words is None:
             return detail or ""
         parts.append(f"{part} ({words[0].lower()}{words[1:].rstrip('.')})")
-    return ", ".join(parts)
+    return ", ".join(parts) + more + sentence

@@ -91,6 +91,28 @@ def custody_of_call(rollout: dict[str, Any] | None, calls: pl.DataFrame, call_id
     return Custody("open", f"not in the training row: {words}", None if digest is None else str(digest)[:8])
 
 
+def guessed(rollouts: pl.DataFrame) -> pl.DataFrame:
+    """The valid rollouts whose last call nobody named: the parent links chose it."""
+    return rollouts.filter((pl.col("sample_mask") == 1) & (pl.col("terminal_selection") == "heuristic"))
+
+
+def guessed_words(rollouts: pl.DataFrame, calls: pl.DataFrame) -> str | None:
+    """How many valid rollouts have a terminal call by heuristic, what that means and what to do; None for none."""
+    chosen = guessed(rollouts)
+    if chosen.is_empty():
+        return None
+    roots = calls.filter((pl.col("mode") == "text") & (pl.col("relation") != "chain"))
+    several = chosen.join(roots, on="rollout_id", how="semi").height
+    valid = int((rollouts["sample_mask"] == 1).sum())
+    left_out = f"; {several:,} of them had other conversations too, which were left out" if several else ""
+    share = f"heuristic_fraction {chosen.height / valid:.3g}"
+    return (
+        f"the last call of {chosen.height:,} of {valid:,} valid rollouts was named by nobody and chosen by heuristic "
+        f"from the parent links ({share}){left_out}. Next: return the served response (AgentResult.response), or name "
+        "it (workbench receipt --terminal)"
+    )
+
+
 def trained_words(rollout: dict[str, Any]) -> str:
     """Whether a step trained the row; only then is anything called trained."""
     step = rollout.get("trained_step")
@@ -104,7 +126,8 @@ def standing(rollout: dict[str, Any]) -> str:
     if rollout.get("cause"):
         return f"rejected: {rollout['cause']}"
     if rollout.get("verified"):
-        return f"verified, {trained_words(rollout)}"
+        how = ", terminal by heuristic" if rollout.get("terminal_selection") == "heuristic" else ""
+        return f"verified{how}, {trained_words(rollout)}"
     if rollout.get("terminal_selection"):
         return f"terminal by {rollout['terminal_selection']}, not verified"
     return "token echo, not verified" if rollout.get("sample_mask") == 1 else "not finalised"

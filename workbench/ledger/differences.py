@@ -2,6 +2,7 @@
 
     was, now ─ leaves in the digest's order ─▶ first that differs ─ JSON values are entered ─▶ path, excerpts of both
 Excerpts begin shortly before the first differing character, so that they tell the two apart however long they are.
+Where two texts are the same but for white space, case or the like, that is said (forms).
 Not here: which item differs, and why (drift).
 """
 
@@ -13,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from workbench.ledger.forms import alike, forms_of
 from workbench.ledger.items import ItemDigest, Leaf
 
 BEFORE_CHARS = 20
@@ -23,19 +25,22 @@ _ORDER = ("role", "content", "call", "result")
 @dataclass(frozen=True)
 class Difference:
     """`path` leads into the item (`tool_calls[0].function.arguments.query`), `at` is the first differing character of
-    the value there; `was` and `came` are excerpts around it, None for what is not there at all."""
+    the value there; `was` and `came` are excerpts around it, None for what is not there at all; `only` says what alone
+    differs, where that is little."""
 
     path: str
     at: int
     was: str | None
     came: str | None
+    only: str | None = None
 
     def __str__(self) -> str:
+        only = "" if self.only is None else f"; {self.only}"
         if self.was == self.came:
-            return f"{self.path}: they part after the first {self.at:,} characters"
+            return f"{self.path}: they part after the first {self.at:,} characters{only}"
         was = "nothing" if self.was is None else repr(self.was)
         came = "nothing" if self.came is None else repr(self.came)
-        return f"{self.path}: {was} was recorded, {came} came"
+        return f"{self.path}: {was} was recorded, {came} came{only}"
 
 
 def first_difference(was: ItemDigest, now: ItemDigest | None) -> Difference | None:
@@ -48,8 +53,13 @@ def first_difference(was: ItemDigest, now: ItemDigest | None) -> Difference | No
             lacks_old = _ORDER.index(new.kind) < _ORDER.index(old.kind)
             return _missing(None, new) if lacks_old else _missing(old, None)
         if old.digest != new.digest:
-            return _between(new.path, old.text, new.text)
+            return _between(new.path, old, new)
     return None
+
+
+def begin_alike(old: str, new: str) -> int:
+    """With how many characters two texts begin alike."""
+    return next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
 
 
 def _missing(old: Leaf | None, new: Leaf | None) -> Difference:
@@ -61,7 +71,9 @@ def _missing(old: Leaf | None, new: Leaf | None) -> Difference:
     )
 
 
-def _between(path: str, old: str, new: str) -> Difference:
+def _between(path: str, was: Leaf, now: Leaf) -> Difference:
+    old, new = was.text, now.text
+    only = alike(was.forms or forms_of(old), now.forms or forms_of(new))
     entered = _enter(path, _json(old), _json(new))
     if entered is not None:
         path, old_value, new_value = entered
@@ -69,8 +81,11 @@ def _between(path: str, old: str, new: str) -> Difference:
             told = [None if value is _ABSENT else _excerpt(_spelled(value), 0) for value in (old_value, new_value)]
             return Difference(path, 0, told[0], told[1])
         old, new = _spelled(old_value), _spelled(new_value)
-    at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
-    return Difference(path, at, _excerpt(old, at), _excerpt(new, at))
+        only = alike(forms_of(old), forms_of(new))
+        if old == new:  # a text and a number that reads the same
+            old, new = _json_of(old_value), _json_of(new_value)
+    at = begin_alike(old, new)
+    return Difference(path, at, _excerpt(old, at), _excerpt(new, at), only)
 
 
 _ABSENT = object()
@@ -100,7 +115,11 @@ def _json(text: str) -> Any:
 
 
 def _spelled(value: Any) -> str:
-    return value if isinstance(value, str) else orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
+    return value if isinstance(value, str) else _json_of(value)
+
+
+def _json_of(value: Any) -> str:
+    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
 
 
 def _excerpt(text: str, at: int) -> str:

@@ -179,13 +179,25 @@ def _compare_turns(was: ItemDigest, now: ItemDigest, position: int) -> tuple[Cau
         return Cause.HISTORY_EDITED, f"{_item(position)}: a tool call that was not recorded came with the turn"
     if was.tools != now.tools:
         if [(tool.name, tool.lenient) for tool in was.tools] == [(tool.name, tool.lenient) for tool in now.tools]:
-            return (
-                Cause.TOOL_CALL_RESERIALISED,
-                f"{_item(position)}: a tool call came back in another spelling or id",
-            )
-        return Cause.HISTORY_EDITED, f"{_item(position)}: the arguments or the name of a tool call were changed"
+            how = []
+            if [tool.call_id for tool in was.tools] != [tool.call_id for tool in now.tools]:
+                how.append("under another id")
+            if [tool.exact for tool in was.tools] != [tool.exact for tool in now.tools]:
+                how.append("with its arguments spelled otherwise (their values are the same)")
+            what = f"a tool call came back {' and '.join(how)}"
+            return Cause.TOOL_CALL_RESERIALISED, f"{_item(position)}: {what}{_and_text(was, now)}"
+        moved = sorted(was.tools) == sorted(now.tools)
+        what = "its tool calls came back in another order" if moved else "arguments or name of a tool call were changed"
+        return Cause.HISTORY_EDITED, f"{_item(position)}: {what}{_and_text(was, now)}"
     if now.thinking < was.thinking and now.bare == was.bare:
         return Cause.TEMPLATE_STRIPPED_REASONING, f"{_item(position)}: the answer came back without its thinking"
-    if was.bare != was.text and now.text != was.text and now.bare == was.bare:
-        return Cause.TEMPLATE_STRIPPED_REASONING, f"{_item(position)}: the answer came back without its thinking"
+    if was.text == now.text:
+        return (
+            Cause.ASSISTANT_TEXT_CHANGED,
+            f"{_item(position)}: a model turn's text came back the same, its parts did not",
+        )
     return Cause.ASSISTANT_TEXT_CHANGED, f"{_item(position)}: the text of a model turn came back changed"
+
+
+def _and_text(was: ItemDigest, now: ItemDigest) -> str:
+    return "" if was.text == now.text else ", and the text of its turn was changed too"

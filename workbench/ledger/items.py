@@ -20,11 +20,15 @@ import orjson
 from pydantic import TypeAdapter, ValidationError
 
 from workbench.errors import FingerprintError
+from workbench.ledger.forms import forms_of
 from workbench.ledger.journal import append_beside
 from workbench.wire import conversation_digest
 from workbench.wire.fingerprints import REQUEST_ENVELOPE_ROLE, canonical_arguments
 
-_THINKING = re.compile(r"<think>.*?</think>|^.*?</think>", re.DOTALL)
+# The second: a passage that the template opened in the prompt.
+_THINKING = re.compile(r"<think>.*?</think>|^(?:(?!<think>).)*?</think>", re.DOTALL)
+_CLOSED = "</think>"
+_TAG = re.compile(r"</?think>")
 _THINKING_BLOCKS = ("thinking", "redacted_thinking", "reasoning")
 
 LEAF_CHARS = 2_000
@@ -36,16 +40,24 @@ LeafKind = Literal["role", "content", "call", "result"]
 
 class Leaf(NamedTuple):
     """One value of an item that counts for its digest. `path` leads to it in the item as it was sent; `digest` is of
-    its whole value, `text` the beginning of it."""
+    its whole value, `text` the beginning of it, `forms` of all of it where that is more."""
 
     kind: LeafKind
     path: str
     digest: str
     text: str
+    forms: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, kind: LeafKind, path: str, value: Any) -> Leaf:
+        text = _as_text(value)
+        forms = forms_of(text) if len(text) > LEAF_CHARS else ()
+        return cls(kind, path, _short(value), text[:LEAF_CHARS], forms)
 
 
 class ToolDigest(NamedTuple):
-    """One tool call: its name, its arguments exactly, its arguments up to spelling, its id (digests but the name)."""
+    """One tool call: its name, its arguments as they are compared, the same up to spelling, its id (digests but the
+    name)."""
 
     name: str
     exact: str
@@ -62,7 +74,7 @@ class ItemDigest(NamedTuple):
     bare: str
     tools: tuple[ToolDigest, ...]
     thinking: int
-    """Blocks of thinking in its content."""
+    """Thinking in its content or its text: one for each passage, and one more where there is something in it."""
     leaves: tuple[Leaf, ...]
 
     @property
@@ -77,17 +89,15 @@ class ItemDigest(NamedTuple):
         except FingerprintError:
             digest = _short(item)
         fields = item if isinstance(item, Mapping) else {}
-        text = _visible_text(fields.get("content"))
+        text = visible_text(fields.get("content"))
         return cls(
             role=str(fields.get("role") or fields.get("type") or ""),
             digest=digest[:16],
             text=_short(text),
-            bare=_short(_THINKING.sub("", text).strip()),
+            bare=_short((_THINKING.sub("", text) if _CLOSED in text else text).strip()),
             tools=tuple(_tool_digests(fields)),
-            thinking=sum(block.get("type") in _THINKING_BLOCKS for _, block in _blocks(fields)),
-            leaves=tuple(
-                Leaf(kind, path, _short(value), _as_text(value)[:LEAF_CHARS]) for kind, path, value in _leaves(fields)
-            ),
+            thinking=_thinking(fields, text),
+            leaves=tuple(Leaf.of(*leaf) for leaf in _leaves(fields)),
         )
 
 
@@ -149,13 +159,20 @@ def read_items(path: Path) -> list[CallItems]:
     return calls
 
 
-def _visible_text(content: Any) -> str:
+def visible_text(content: Any) -> str:
+    """The text of an item's content, its parts joined; empty where there is none."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         return ""
     parts = (part if isinstance(part, str) else part.get("text") for part in content if isinstance(part, str | Mapping))
     return "".join(part for part in parts if isinstance(part, str))
+
+
+def _thinking(item: Mapping[str, Any], text: str) -> int:
+    passages = [_TAG.sub("", passage) for passage in _THINKING.findall(text)] if _CLOSED in text else []
+    blocks = sum(block.get("type") in _THINKING_BLOCKS for _, block in _blocks(item))
+    return 2 * blocks + sum(1 + bool(passage.strip()) for passage in passages)
 
 
 def _blocks(item: Mapping[str, Any]) -> list[tuple[int, Mapping[str, Any]]]:
@@ -257,7 +274,7 @@ def _as_text(value: Any) -> str:
 
 def _tool_digests(item: Mapping[str, Any]) -> list[ToolDigest]:
     return [
-        ToolDigest(str(name.value), _short(said.value), _short(_lenient(said.value)), _short(call_id.value))
+        ToolDigest(str(name.value), _short(_arguments(said.value)), _short(_lenient(said.value)), _short(call_id.value))
         for call_id, name, said in _calls(item)
     ]
 

@@ -33,6 +33,7 @@ from workbench.ledger.drift import Drift, diagnose_drift
 from workbench.ledger.hashing import Items, RequestHasher
 from workbench.ledger.items import CallItems, read_items, write_items
 from workbench.ledger.journal import Journal, sync_directory
+from workbench.ledger.nearest_answer import nearest_answer
 from workbench.ledger.resolve import (
     CustodyRow,
     FailureRow,
@@ -280,6 +281,10 @@ class LedgerStore:
         with rollout.lock:
             Journal(rollout.events_path, lambda number, value: events.append(value), events.clear).refresh()
         return events
+
+    def nearest_answer(self, rollout_id: str, response: Mapping[str, Any]) -> str | None:
+        """What a scored response that no call gave nearly is, in a sentence; None where nothing can be said."""
+        return nearest_answer(read_items(self._rollout(rollout_id).items_path), response)
 
     def note_items(
         self,
