@@ -12,7 +12,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import numpy as np
+import openai
 import pytest
 import pytest_asyncio
 from capture.test_engine import Tap
@@ -52,6 +54,7 @@ class Road:
         self.run_dir = run_dir
         self.model = server.config.model_path
         self._gateway = gateway
+        self.url = gateway.url
         self._control = ControlClient(gateway.url, "control-token")
         self._numbers = itertools.count()
 
@@ -171,6 +174,31 @@ async def test_stored_rows_equal_what_the_engine_ran_whatever_the_agents_did(roa
     report = verify_run(road.run_dir)
     assert report.ok, report
     assert await dataplane.tags(dataplane.STAGING, deadline_s=10) == {}
+
+
+async def test_the_engines_own_words_for_a_full_window_have_its_code_in_every_api(road: Road) -> None:
+    def words(count: int) -> Any:
+        return [{"role": "user", "content": "a" + " a" * count}]
+
+    url = f"{road.url}/ng-rollout/road.full"
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0) as client:
+        short = await client.chat.completions.create(model="policy", messages=words(9), max_tokens=1)
+        fills = 512 - short.usage.prompt_tokens + 9  # type: ignore[union-attr]
+        for count, stream in itertools.product((fills, fills + 1, 9000), (False, True)):
+            with pytest.raises(openai.BadRequestError) as chat:
+                await client.chat.completions.create(model="policy", messages=words(count), stream=stream)
+            with pytest.raises(openai.BadRequestError) as responses:
+                await client.responses.create(model="policy", input=words(count), stream=stream)
+            assert chat.value.code == responses.value.code == "context_length_exceeded", (count, stream)
+            async with anthropic.AsyncAnthropic(base_url=url, api_key="unused", max_retries=0) as claude:
+                with pytest.raises(anthropic.BadRequestError) as messages:
+                    await claude.messages.create(model="policy", max_tokens=9, messages=words(count), stream=stream)
+            assert messages.value.body["error"]["code"] == "context_length_exceeded", (count, stream)  # type: ignore[index]
+        with pytest.raises(openai.BadRequestError) as other:
+            await client.chat.completions.create(
+                model="policy", messages=[{"role": "user", "content": [{"type": "no"}]}]
+            )
+        assert other.value.code != "context_length_exceeded"
 
 
 async def test_an_edited_history_is_masked_with_its_cause_and_the_group_keeps_n_rows(road: Road) -> None:
