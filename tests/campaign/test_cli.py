@@ -20,9 +20,10 @@ from click.testing import CliRunner
 from stored_run import StoredRun, make_run
 
 from workbench import runs
-from workbench.campaign import doctor, machine
+from workbench.campaign import doctor, installed, machine
 from workbench.campaign.cli import main
-from workbench.campaign.doctor import browser, logical_cpus, model, port, temporary_directory, torch_companions
+from workbench.campaign.doctor import logical_cpus, model, port, temporary_directory
+from workbench.campaign.installed import browser, torch_companions
 from workbench.config import load_recipe, shipped_recipes
 from workbench.demo import recorded_run
 from workbench.errors import RunStoreError
@@ -349,7 +350,7 @@ def test_what_only_tests_need_is_no_reason_to_refuse(monkeypatch):
     monkeypatch.setenv("WORKBENCH_CHROMIUM", "/nowhere")
     lacking = browser()
     assert not lacking.good and lacking.optional and "apt-get install chromium" in lacking.cure
-    monkeypatch.setattr(doctor, "IMPORT_TIMEOUT_S", 0.001)
+    monkeypatch.setattr(installed, "IMPORT_TIMEOUT_S", 0.001)
     late = browser()
     assert not late.good and late.optional and "no answer within" in late.found
 

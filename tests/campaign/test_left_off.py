@@ -12,7 +12,7 @@ import pytest
 from workbench.campaign.cli import main
 from workbench.campaign.left_off import read_left_off, remove_unfinished
 from workbench.campaign.resume import resumable
-from workbench.campaign.runner import new_run_dir
+from workbench.campaign.run_place import new_run_dir
 from workbench.demo import recorded_run
 from workbench.errors import RecipeError, RunStoreError, SetupError
 from workbench.runs.frames import read_parts

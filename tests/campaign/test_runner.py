@@ -21,7 +21,8 @@ from workbench import runs
 from workbench.campaign import runner
 from workbench.campaign.kernel import OwnKernel
 from workbench.campaign.notebook_file import Outcome, check_parameters, parameter_names, set_outcome
-from workbench.campaign.runner import new_run_dir, report, resume_run, run_notebook
+from workbench.campaign.run_place import new_run_dir
+from workbench.campaign.runner import report, resume_run, run_notebook
 from workbench.campaign.sweep import INDEX, write_index
 from workbench.config import load_recipe
 from workbench.errors import RecipeError, RunStoreError, SetupError

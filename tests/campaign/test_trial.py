@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from workbench.campaign.doctor import trial
+from workbench.campaign.installed import trial
 from workbench.config import load_recipe
 
 

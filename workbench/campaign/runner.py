@@ -12,11 +12,8 @@ Not here: the campaign itself (controller), what the notebook shows.
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import itertools
 import logging
 import os
-import re
 import shutil
 import signal
 import sys
@@ -38,11 +35,12 @@ from workbench.campaign.kernel import KERNEL_NAME, OwnKernel
 from workbench.campaign.notebook_file import MAX_BYTES, Outcome, check_parameters, set_outcome
 from workbench.campaign.processes import signal_words, stop_signals
 from workbench.campaign.progress import ProgressLine
+from workbench.campaign.run_place import alone_in, new_run_dir
 from workbench.campaign.summary import Summary, summarise
 from workbench.campaign.terminal import tell
 from workbench.errors import RecipeError, RunStoreError, SetupError
 from workbench.places import as_word, shipped
-from workbench.recipe_schema import RUN_NAME, Recipe
+from workbench.recipe_schema import Recipe
 from workbench.runs.condition import ENDED, read_status
 from workbench.runs.frames import scan_lines
 from workbench.runs.gathered import gather
@@ -98,7 +96,7 @@ def resume_run(recipe: Recipe, run_dir: Path) -> int:
     _refuse_read_only(run_dir, "a run is gone on with in its own directory", "resume")
     stored = run_dir / "recipe.yaml"
     given = {"recipe": str(stored.resolve()), "overrides": [], "run_dir": str(run_dir.resolve()), "resume": True}
-    with _alone_in(run_dir):
+    with alone_in(run_dir):
         store_recipe(run_dir, recipe.model_dump(mode="json"))
         return conclude(_execute(run_dir, given, live=True))
 
@@ -146,7 +144,7 @@ def report(run_dir: Path) -> Path:
 
     runs.open(run_dir)
     _refuse_read_only(run_dir, "its report lies in it", "report")
-    with _alone_in(run_dir):
+    with alone_in(run_dir):
         result = _execute(run_dir, {"run_dir": str(run_dir.resolve())}, live=False)
     if result.exit_code:
         raise RunStoreError(f"{run_dir}: the report failed, {result.outcome.error_name}: {result.outcome.error}")
@@ -177,55 +175,9 @@ def run_notebook(
     }
     check_parameters(notebook or shipped("notebooks") / "10_campaign.ipynb", given)
     run_dir.mkdir(parents=True, exist_ok=True)
-    with _alone_in(run_dir):
+    with alone_in(run_dir):
         store_recipe(run_dir, recipe.model_dump(mode="json"))
         return _execute(run_dir, given, live=True, notebook=notebook)
-
-
-@contextlib.contextmanager
-def _alone_in(run_dir: Path) -> Iterator[None]:
-    """Hold the directory itself: the store's own lock comes seconds later, when another runner's recipe and notebook
-    would have been written over. Raises SetupError where another process holds it."""
-    descriptor = os.open(run_dir, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise SetupError(
-                f"{run_dir}: another workbench is at this run. Next: wait for it, stop it, or choose another name."
-            ) from error
-        except OSError:
-            pass  # a file system without locks on directories; the store's own lock is left
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def new_run_dir(reports: Path | str, name: str, *, named: bool = False, claim: bool = False) -> Path:
-    """A directory name that is free: `name` itself where the user chose it, else `name-1`, `name-2`, …
-
-    `claim` makes the directory of a numbered one, so that nobody who asks at the same time gets the same. Raises
-    SetupError when a chosen name is taken, or is a path rather than a name.
-    """
-    reports = Path(reports)
-    if named:
-        if not re.fullmatch(RUN_NAME, name):
-            allowed = "a name of 1 to 80 letters, digits, _, - and ., no path"
-            raise SetupError(f"--run {name}: expected {allowed}; where runs lie is reports.dir")
-        refuse_taken(reports / name)
-        if (reports / name).exists() and not (reports / name).is_dir():
-            raise SetupError(f"{reports / name} is a file, and a run is a directory. Next: choose another name.")
-        return reports / name
-    for number in itertools.count(1):
-        run_dir = reports / f"{name}-{number}"
-        if run_dir.exists():
-            continue
-        with contextlib.suppress(FileExistsError):
-            if claim:
-                reports.mkdir(parents=True, exist_ok=True)
-                run_dir.mkdir()
-            return run_dir
-    raise AssertionError("there is always another number")
 
 
 def execute_over(source: Path, target: Path, parameters: dict[str, Any]) -> NotebookResult:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from workbench.campaign import runner
+from workbench.campaign.run_place import new_run_dir
 from workbench.campaign.runner import NotebookResult
 from workbench.campaign.terminal import tell
 from workbench.config import Recipe
@@ -90,7 +91,7 @@ def plan_sweep(
     first = recipes[0]
     if any(recipe.reports.dir != first.reports.dir or recipe.name != first.name for recipe in recipes):
         raise RecipeError("command line: name and reports.dir cannot be swept: they say where the sweep lies")
-    folder = runner.new_run_dir(first.reports.dir, f"{first.name}-sweep", claim=True)
+    folder = new_run_dir(first.reports.dir, f"{first.name}-sweep", claim=True)
     digits = len(str(len(chosen)))
     points = [Point(f"{first.name}-{number:0{digits}d}", settings) for number, settings in enumerate(chosen, 1)]
     return Sweep(folder, recipe_name, axes, points), recipes

@@ -50,7 +50,7 @@ def run(recipe: str, overrides: tuple[str, ...], run_name: str | None, dry_run: 
 def serve_recipe(recipe: str, overrides: tuple[str, ...], run_name: str | None) -> None:
     """Serve the policy to an agent of your own, captured."""
     from workbench.campaign.doctor import refuse_unable
-    from workbench.campaign.runner import new_run_dir
+    from workbench.campaign.run_place import new_run_dir
 
     checked = checked_recipe(recipe, overrides)
     refuse_unable(checked, training=False)
