@@ -98,3 +98,10 @@ def test_the_echo_arm_says_that_nothing_is_staged(run_dir):
     (run_dir / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     view = Engagement(runs.open(run_dir))
     assert not view.engaged and "token-echo arm" in view.sentence()
+
+
+def test_rollouts_that_never_made_a_call_show_nothing_about_manifests(run_dir):
+    for part in (run_dir / "rows").glob("*.parquet"):
+        rewrite(part, calls=0, cause="rollout_failed", sample_mask=0)
+    shown = {each.what: each for each in Engagement(runs.open(run_dir)).evidence}["manifests are not empty"]
+    assert (shown.holds, shown.found) == (None, "0 of 16 rollouts have calls on record")

@@ -14,7 +14,8 @@ from workbench.inspect.html import count
 _SHOWN = 20
 NOT_COVERED = (
     "not recomputed: the trainer's log-probs, loss, KL penalty and gradient norm, which need the model "
-    "(tools/recompute_run.py does the first two), and times, proofs and staleness, of which there is no second record"
+    "(tools/recompute_run.py does the first two), and what has no second record or is not compared with it: recipe, "
+    "vocabulary, summary, times, proofs, versions at dispatch, task names and seeds, how a batch was cut and padded"
 )
 
 

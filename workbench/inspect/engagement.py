@@ -108,9 +108,10 @@ class Engagement(StaticView):
 
     def _manifests(self) -> Evidence:
         rollouts: pl.DataFrame = self._run.rollouts
-        empty = int((rollouts["cause"] == Cause.EMPTY_MANIFEST.value).sum())
-        found = f"{rollouts.height - empty:,} of {rollouts.height:,} rollouts have calls on record"
-        return Evidence("manifests are not empty", found, empty == 0 if rollouts.height else None)
+        empty = bool((rollouts["cause"] == Cause.EMPTY_MANIFEST.value).any())
+        with_calls = int((rollouts["calls"] > 0).sum())
+        found = f"{with_calls:,} of {rollouts.height:,} rollouts have calls on record"
+        return Evidence("manifests are not empty", found, False if empty else True if with_calls else None)
 
     def _first_chain(self) -> Evidence:
         what = "first verified chain"
