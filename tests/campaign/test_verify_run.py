@@ -1,4 +1,7 @@
-"""Verification of a stored run: everything holds, and one changed bit anywhere is found and named."""
+"""Verification of a stored run: everything holds, and one changed bit anywhere is found and named.
+
+Long because each kind of file in a run is changed in each way that matters, most in a few lines.
+"""
 
 from __future__ import annotations
 
