@@ -15,7 +15,7 @@ from workbench.errors import TrainerError
 from workbench.runs.agreement import logprob_shift
 from workbench.train import batch as batch_module
 from workbench.train.agreement import check_alignment
-from workbench.train.batch import check_head, micro_batches, score, token_logprobs
+from workbench.train.batch import check_head, micro_batches, padding_metrics, score, token_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +35,10 @@ def test_micro_batches_hold_every_sampled_token_once_within_the_bound(lengths, m
     batches = micro_batches(rows, max_tokens)
     places = [place for micro in batches for place in micro.positions]
     assert sorted(places) == [i for i, item in enumerate(rows) if item.sample_mask]
+    padded = [micro.ids.numel() for micro in batches]
+    metrics = padding_metrics(rows, max_tokens)
+    assert (metrics["micro_batches"], metrics["longest_micro_batch"]) == (len(batches), max(padded, default=0))
+    assert metrics["padding_tokens"] == sum(padded) - sum(sum(micro.lengths) for micro in batches)
     for micro in batches:
         assert micro.ids.numel() <= max_tokens or len(micro.positions) == 1
         assert micro.ids.shape[1] == max(micro.lengths)
@@ -47,7 +51,7 @@ def test_micro_batches_hold_every_sampled_token_once_within_the_bound(lengths, m
 
 def test_what_follows_the_last_sampled_token_is_not_run():
     (micro,) = micro_batches([row(0, 30, sampled=slice(5, 9))], 100)
-    assert micro.ids.shape == (1, 9) and micro.padding == 0
+    assert micro.ids.shape == (1, 9) and micro.lengths == [9]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])

@@ -7,6 +7,7 @@ the values of a line; ledgers (verify_ledger) and receipts (verify_run), which a
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ def recorded(path: Path, key: str, report: VerifyReport) -> set[Any] | None:
     for row in lines.rows:
         if lacking := sorted(_ALWAYS[path.name] - row.keys()):
             report.differs(path.name, None, None, f"the line of {row.get(key)!r} has no {', '.join(lacking)}")
+    for name, many in Counter(row[key] for row in lines.rows if isinstance(row.get(key), str | int)).items():
+        if many > 1:
+            report.differs(path.name, None, None, f"has {many} lines of {key.removesuffix('_id')} {name}, expected one")
     return None if lines.broken else {row[key] for row in lines.rows if isinstance(row.get(key), str | int)}
 
 

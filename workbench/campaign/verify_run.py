@@ -21,10 +21,11 @@ import numpy as np
 import orjson
 from pydantic import ValidationError
 
+from workbench.campaign.verify_events import read_told
 from workbench.campaign.verify_ledger import verify_ledgers
 from workbench.campaign.verify_logs import recorded, verify_lines, verify_words
 from workbench.campaign.verify_report import VerifyReport
-from workbench.campaign.verify_steps import Recomputed, verify_group_lines, verify_steps
+from workbench.campaign.verify_steps import Recomputed, verify_group_lines, verify_step_lines, verify_steps
 from workbench.echo.finalizer import ECHOED, stored_chains
 from workbench.echo.rows import assemble_echo
 from workbench.errors import RunStoreError, StagingError, WireError
@@ -58,16 +59,17 @@ def verify_run(run_dir: Path | str) -> VerifyReport:
     verify_words(run.path, report)
     unfinished = set() if done else _unfinished(run.path, stored - (groups or set()))
     verified = (stored | (groups or set())) - unfinished
-    known = Recomputed()
+    told, known = read_told(run.path), Recomputed(run.path)
     for name in sorted(verified):
         _Group(run.path, name, report, known).verify()
-    verify_group_lines(run.path, known, report)
+    verify_group_lines(known, told, report)
     _tell_calls_without_receipt(run, report)
     if not run.damage and (words := guessed_words(run.rollouts, run.calls)) is not None:
         report.remarks.append(words)
     if unfinished:
         report.not_compared.append(f"unfinished, so it counts as never sampled: {', '.join(sorted(unfinished))}")
-    trained = verify_steps(run.path, run.recipe, verified, known, report)
+    trained = verify_steps(run.path, run.recipe, verified, known, told, report)
+    verify_step_lines(run.path, told, report)
     steps = recorded(run.path / "steps.jsonl", "step", report)
     for step in sorted(steps or (), key=str):
         if not (run.path / "train" / f"step-{step}.parquet").exists():
@@ -93,7 +95,7 @@ def _tell_calls_without_receipt(run: Run, report: VerifyReport) -> None:
 def _unfinished(run_dir: Path, unrecorded: set[str]) -> set[str]:
     """Groups whose parts were being written when the process ended, or are being written now: receipts come last, and
     nobody has heard of the group before."""
-    trained = {row["group_id"] for path in (run_dir / "train").glob("*.parquet") for row in _readable(path, "train")}
+    trained = {group_id for path in (run_dir / "train").glob("*.parquet") for group_id in _groups_of(path)}
     return {name for name in unrecorded - trained if not (run_dir / "receipts" / f"{name}.jsonl").exists()}
 
 
@@ -120,7 +122,7 @@ class _Group:
                 parts[table] = read_parts(table, [self.run_dir / file]).to_dicts()
             except RunStoreError as error:
                 self._differs(file, None, None, str(error))
-        self.known.keep(parts.get("rows", ()))
+        self.known.part_of |= {row["rollout_id"]: self.name for row in parts.get("rows", ())}
         outcomes = self._outcomes() if len(parts) == 2 else None
         if outcomes is None:
             return
@@ -131,7 +133,7 @@ class _Group:
         verify_ledgers(self.run_dir, outcomes, self.report)
         metrics = self._verify_rows(outcomes, staged, parts)
         if metrics is not None and len(self.report.differences) == found:
-            self.known.metrics[self.name] = metrics
+            self.known.holds(self.name, metrics, parts["rows"])
 
     def _differs(self, file: str, rollout_id: str | None, call_id: str | None, what: str) -> None:
         self.report.differs(file, rollout_id, call_id, what)
@@ -358,8 +360,8 @@ def _first_difference(name: str, held_T: np.ndarray, found_T: np.ndarray) -> str
     return f"{name} differs at {many} positions, first at {at}: {held_T[at]} stored, {found_T[at]} recomputed"
 
 
-def _readable(path: Path, table: str) -> list[dict[str, Any]]:
+def _groups_of(path: Path) -> list[str]:
     try:
-        return read_parts(table, [path]).to_dicts()
+        return read_parts("train", [path], ["group_id"])["group_id"].to_list()
     except RunStoreError:
-        return []  # already named by its group
+        return []  # named with its step

@@ -52,11 +52,6 @@ class MicroBatch:
         moved: dict[str, Any] = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in values.items()}
         return MicroBatch(**moved)
 
-    @property
-    def padding(self) -> int:
-        """Padded tokens that are run for nothing."""
-        return self.ids.numel() - sum(self.lengths)
-
 
 def micro_batches(
     rows: Sequence[TrainRow],
@@ -72,15 +67,33 @@ def micro_batches(
     `device`: where the tensors are put; None: the CPU.
     """
     masks = [row.loss_mask for row in rows] if loss_masks is None else loss_masks
+    batches = (_pad(rows, masks, list(cut), list(cut.values()), temperature) for cut in _cuts(rows, max_tokens))
+    return [batch if device is None else batch.to(device) for batch in batches]
+
+
+def padding_metrics(rows: Sequence[TrainRow], max_tokens: int) -> dict[str, Any]:
+    """What `micro_batches` of these makes: how many, the longest of them (padded tokens), and what of it is padding."""
+    cuts = _cuts(rows, max_tokens)
+    padded = [len(cut) * max(cut.values()) for cut in cuts]
+    padding = sum(padded) - sum(sum(cut.values()) for cut in cuts)
+    return {
+        "micro_batches": len(cuts),
+        "padding_tokens": padding,
+        "padding_rate": padding / sum(padded) if padded else 0.0,
+        "longest_micro_batch": max(padded, default=0),
+    }
+
+
+def _cuts(rows: Sequence[TrainRow], max_tokens: int) -> list[dict[int, int]]:
+    """Of each micro-batch the places of its rows in the batch, and how much of them is run."""
     lengths = {place: int(row.loss_mask.nonzero()[0][-1]) + 1 for place, row in enumerate(rows) if row.loss_mask.any()}
     queue = sorted(lengths, key=lambda place: (-lengths[place], place))
-    out: list[MicroBatch] = []
+    cuts: list[dict[int, int]] = []
     while queue:
         size = max(1, max_tokens // lengths[queue[0]])
-        batch = _pad(rows, masks, queue[:size], [lengths[place] for place in queue[:size]], temperature)
-        out.append(batch if device is None else batch.to(device))
+        cuts.append({place: lengths[place] for place in queue[:size]})
         queue = queue[size:]
-    return out
+    return cuts
 
 
 def _pad(

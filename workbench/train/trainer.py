@@ -34,7 +34,15 @@ from workbench.models import resolve
 from workbench.runs.writer import write_part
 from workbench.train import checkpoint
 from workbench.train.agreement import check_alignment, row_errors
-from workbench.train.batch import MicroBatch, check_head, micro_batches, recomputed_layers, score, token_logprobs
+from workbench.train.batch import (
+    MicroBatch,
+    check_head,
+    micro_batches,
+    padding_metrics,
+    recomputed_layers,
+    score,
+    token_logprobs,
+)
 from workbench.train.loss import grpo_loss
 from workbench.train.precision import refresh, split
 from workbench.train.publish import names_in_file, publish
@@ -198,16 +206,11 @@ class Trainer:
             for weight in self._weights:
                 if weight.grad is not None:
                     weight.grad.mul_(planned / kept)
-        padded, padding = sum(batch.ids.numel() for batch in batches), sum(batch.padding for batch in batches)
         loss_tokens = sum(int(mask.sum()) for mask in ballot.masks)
         return trainer_NT, {
             "loss": loss_sum,
             "kl_penalty": kl_sum / loss_tokens if config.kl_coef and loss_tokens else None,
-            "micro_batches": len(batches),
-            "padding_tokens": padding,
-            "padding_rate": padding / padded if padded else 0.0,
-            "longest_micro_batch": max((batch.ids.numel() for batch in batches), default=0),
-        }
+        } | padding_metrics(rows, config.micro_batch_tokens)
 
     def _count(self, ballot: Ballot) -> int:
         """What the loss is averaged over: tokens, or rows with a token in the loss."""
