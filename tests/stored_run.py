@@ -186,6 +186,10 @@ class StoredRun:
             rows=assembly.summaries,
             metrics=assembly.metrics,
         )
+        for row in assembly.summaries:
+            if row.cause is not None:
+                told = row.model_dump(include={"rollout_id", "cause", "detail", "call_id", "position"})
+                self.writer.event("rollout_rejected", step=step, group_id=group_id, **told)
         self.writer.group({"step": step, **finalized.store_record()})
         self.train_rows[group_id] = assembly.rows
         return finalized

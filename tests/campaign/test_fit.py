@@ -31,7 +31,7 @@ class Mine:
     def reward(self, task, result):
         return Reward(0.0)
 """
-SEED = task_seed(load_recipe("cpu_smoke"), 0)
+SEED = task_seed(load_recipe("cpu_smoke").seed, 0)
 
 
 def made(path: Path, *overrides: str):

@@ -193,7 +193,7 @@ async def test_a_task_that_fails_costs_its_group_and_not_the_campaign():
     played: dict[str, Any] = {}
 
     async def task(seed: int) -> Task | str:
-        return "no words left" if seed == task_seed(bench.recipe, 1) else Task(f"t-{seed}", seed, {})
+        return "no words left" if seed == task_seed(bench.recipe.seed, 1) else Task(f"t-{seed}", seed, {})
 
     async def play(plan: Any) -> RolloutOutcome:
         played[plan.rollout_id] = plan.task
@@ -205,11 +205,11 @@ async def test_a_task_that_fails_costs_its_group_and_not_the_campaign():
     await bench.versions.confirm(1)
     await asyncio.wait_for(pump, 10)
     assert [played[f"run.{group}.0.0"] for group in (0, 1)] == [
-        await task(task_seed(bench.recipe, 0)),
+        await task(task_seed(bench.recipe.seed, 0)),
         "no words left",
     ]
     started = [e for e in bench.events if e["kind"] == "group_started"]
-    assert [e["task_seed"] for e in started] == [task_seed(bench.recipe, number) for number in (0, 1)]
+    assert [e["task_seed"] for e in started] == [task_seed(bench.recipe.seed, number) for number in (0, 1)]
 
 
 async def test_groups_that_all_leave_by_their_exit_end_the_campaign_with_the_cause_and_how_many_they_were():

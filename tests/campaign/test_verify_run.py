@@ -113,6 +113,7 @@ def test_a_log_that_a_finished_run_has_lost_is_named_once_and_a_lost_line_by_wha
     (run_dir / "groups.jsonl").write_bytes(first)
     (run_dir / "steps.jsonl").unlink()
     with RunWriter(run_dir) as writer:
+        writer.event("stopped", reason="interrupted")
         writer.status(status="stopped")
     assert verify_run(run_dir).ok
 
@@ -125,6 +126,7 @@ def test_a_group_that_a_kill_left_half_written_is_no_difference_and_said_to_be_u
     (difference,) = verify_run(run_dir).differences
     assert (difference.file, difference.what) == ("receipts/g00099.jsonl", "the group's receipts are missing")
     with RunWriter(run_dir) as writer:
+        writer.event("stopped", reason="interrupted")
         writer.status(status="stopped")
     for _ in range(2):
         report = verify_run(run_dir)
@@ -395,8 +397,11 @@ def test_a_recipe_that_cannot_be_read_is_named_with_what_to_do(run_dir, content,
     assert difference.what.endswith(". Next: restore it from a copy of the run; workbench resume goes by it")
 
 
-def test_a_recipe_that_is_missing_is_a_remark(run_dir):
+def test_a_recipe_that_is_missing_is_a_remark_where_the_run_has_not_finished(run_dir):
     (run_dir / "recipe.yaml").unlink()
+    with RunWriter(run_dir) as writer:
+        writer.event("stopped", reason="interrupted")
+        writer.status(status="stopped")
     report = verify_run(run_dir)
     assert report.ok
     assert report.remarks == [

@@ -33,7 +33,7 @@ from workbench.campaign.training import TrainPump
 from workbench.config import Recipe
 from workbench.echo.finalizer import EchoFinalizer
 from workbench.errors import WorkbenchError, first_cause
-from workbench.runs.writer import RunWriter, refuse_taken, store_recipe
+from workbench.runs.writer import RunWriter, recipe_digest, refuse_taken, store_recipe
 from workbench.serving.sampling import SamplingPins
 from workbench.wire import check_rollout_id
 
@@ -70,9 +70,10 @@ async def run_campaign(
         refuse_taken(run_dir)
     with RunWriter(run_dir) as writer:
         left = _take_over(run_dir, writer) if resume else NOTHING_YET
-        writer.event("set_up")  # the parts have `started` minutes later
+        values = recipe.model_dump(mode="json")
+        writer.event("set_up", recipe_digest=recipe_digest(values))  # the parts have `started` minutes later
         writer.status(status="running", phase="set-up", run=run_dir.name, resumed=left.segments)
-        store_recipe(run_dir, recipe.model_dump(mode="json"))
+        store_recipe(run_dir, values)
         try:
             environment = make_environment(recipe)
             on_phase = partial(_say_phase, writer)

@@ -30,8 +30,10 @@ from workbench.runs.frames import read_lines
 
 MAX_BYTES = 350_000
 _DEFAULT = Path(__file__).resolve().parents[1] / "demo" / "run"
-# What tells about the machine and not about the run.
-_PRIVATE = ("path", "model_path", "url", "pid", "host")
+# What tells about the machine and not about the run, or about a text that had its paths.
+_PRIVATE = ("path", "model_path", "url", "pid", "host", "recipe_digest")
+# What a status says that is not about its last step; the rest is left out with that step.
+_OF_ANY_STEP = ("status", "phase", "run", "error", "resumed")
 
 
 def record_demo(source: Path, target: Path = _DEFAULT) -> Path:
@@ -75,11 +77,14 @@ def _copy(run: runs.Run, target: Path, steps: set[int]) -> None:
     target.mkdir(parents=True, exist_ok=True)
     if (run.path / "recipe.yaml").exists():
         (target / "recipe.yaml").write_text(_public((run.path / "recipe.yaml").read_text()))
+    whole = steps == set(run.steps["step"])
     kept = {"step": steps, "group_id": set(groups)}
     for name in ("steps", "groups", "events"):
         lines = [_public(row) for row in read_lines(run.path / f"{name}.jsonl") if _belongs(row, kept)]
+        lines = [line for line in lines if whole or line.get("kind") != "finished"]
         (target / f"{name}.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
-    (target / "status.json").write_bytes(orjson.dumps(_public(run.status)))
+    status = {name: value for name, value in run.status.items() if whole or name in _OF_ANY_STEP}
+    (target / "status.json").write_bytes(orjson.dumps(_public(status)))
     (target / "vocabulary.json").write_bytes(run.vocabulary().only(runs.open(target).token_ids()).dump())
 
 

@@ -44,7 +44,7 @@ from workbench.recipe_schema import Recipe
 from workbench.runs.condition import ENDED, read_status
 from workbench.runs.frames import scan_lines
 from workbench.runs.gathered import gather
-from workbench.runs.writer import RunWriter, atomic_file, refuse_taken, store_recipe
+from workbench.runs.writer import RunWriter, atomic_file, recipe_digest, refuse_taken, store_recipe
 
 #: How long a campaign may take to close its actors and its store after an interrupt before it is killed.
 STOP_GRACE_S = 45.0
@@ -97,7 +97,10 @@ def resume_run(recipe: Recipe, run_dir: Path) -> int:
     stored = run_dir / "recipe.yaml"
     given = {"recipe": str(stored.resolve()), "overrides": [], "run_dir": str(run_dir.resolve()), "resume": True}
     with alone_in(run_dir):
-        store_recipe(run_dir, recipe.model_dump(mode="json"))
+        values = recipe.model_dump(mode="json")
+        with RunWriter(run_dir) as writer:  # first, so that no kill leaves a recipe that the events do not know
+            writer.event("recipe", recipe_digest=recipe_digest(values))
+        store_recipe(run_dir, values)
         return conclude(_execute(run_dir, given, live=True))
 
 

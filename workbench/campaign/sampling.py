@@ -121,14 +121,14 @@ class RolloutPump:
             await asyncio.shield(state.supply.abort(left.group_id))
             raise
         if not left.recorded:
-            self._record(step, task_seed(state.recipe, left.number), group, None)
+            self._record(step, task_seed(state.recipe.seed, left.number), group, None)
         await self._commit(group, left.weight_version)
         return True
 
     async def _play_group(self, step: int, number: int, attempt: int = 0) -> bool:
         state, train = self._state, self._state.recipe.train
         group_id = f"g{number:05d}"
-        seed = task_seed(state.recipe, number)
+        seed = task_seed(state.recipe.seed, number)
         run, places = state.fleet.run_dir.name, range(train.rollouts_per_group)
         rollout_ids = [rollout_name(run, number, index, attempt) for index in places]
         # Before the task is asked for, which takes as long as it likes: groups have their order from here, and with

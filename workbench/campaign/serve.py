@@ -34,7 +34,7 @@ from workbench.errors import RunStoreError, WorkbenchError, first_cause
 from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup
 from workbench.places import MARK, as_word
 from workbench.runs.vocabulary import load_vocabulary
-from workbench.runs.writer import RunWriter, atomic_file, store_recipe
+from workbench.runs.writer import RunWriter, atomic_file, recipe_digest, store_recipe
 
 CHECK_EVERY_S = 2.0
 CHECK_TIMEOUT_S = 30.0
@@ -66,8 +66,9 @@ def serve(recipe: Recipe, run_dir: Path) -> int:
 
 async def _until_stopped(recipe: Recipe, run_dir: Path) -> int:
     with RunWriter(run_dir) as writer:
-        store_recipe(run_dir, recipe.model_dump(mode="json"))
-        writer.event("set_up")  # it is `serving` minutes later
+        values = recipe.model_dump(mode="json")
+        store_recipe(run_dir, values)
+        writer.event("set_up", recipe_digest=recipe_digest(values))  # it is `serving` minutes later
         writer.status(status="running", phase="set-up", run=run_dir.name, command="serve")
         session = _Session(recipe, run_dir, writer)
         task = asyncio.ensure_future(session.run())

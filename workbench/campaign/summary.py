@@ -23,7 +23,7 @@ from workbench.inspect.custody import guessed, guessed_words
 from workbench.places import as_word
 from workbench.runs.early import count_early, early_words
 from workbench.runs.shelf import finished_rollouts, token_in_rates
-from workbench.runs.tokens import at_equal_weights
+from workbench.runs.tokens import Deltas, count_deltas
 
 _SHOWN_REJECTIONS = 12
 
@@ -158,7 +158,13 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
 
     Raises RunStoreError when no run was begun there, or a part of it is damaged: its numbers would be of another run.
     """
-    run = runs.open(run_dir)
+    return summary_of(runs.open(run_dir), notebook=notebook, outcome=outcome, seconds=seconds)
+
+
+def summary_of(
+    run: runs.Run, *, notebook: Path, outcome: Outcome, seconds: float, deltas: Deltas | None = None
+) -> Summary:
+    """As `summarise`. `deltas`: those of the run, for who has counted them; else its tokens are read for it."""
     for damaged in run.damaged_parts().values():
         raise damaged
     steps, rollouts, campaign = run.steps, finished_rollouts(run), run.campaign.row(0, named=True)
@@ -166,9 +172,7 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
     calls = run.calls.join(rollouts, on="rollout_id", how="semi")
     rates = token_in_rates(calls)
     valid = int((rollouts["sample_mask"] == 1).sum())
-    scored = run.logprobs().drop_nulls("delta")
-    delta_T = scored["delta"].to_numpy()
-    equal_T = at_equal_weights(scored)["delta"].to_numpy()
+    deltas = count_deltas(run.logprobs()) if deltas is None else deltas
     return Summary(
         run=run.name,
         status=outcome.status,
@@ -176,7 +180,7 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
         notebook=str(notebook),
         html=str(notebook.with_suffix(".html")),
         steps=steps.height,
-        unrecorded_steps=len(set(scored["step"].to_list()) - set(steps["step"].to_list())),
+        unrecorded_steps=len(deltas.steps - set(steps["step"].to_list())),
         weight_version=campaign["weight_version"],
         groups=rollouts["group_id"].n_unique(),
         rows_per_group=rollouts.group_by("group_id").len().sort("group_id")["len"].to_list(),
@@ -202,10 +206,10 @@ def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float
             }
             for row in steps.iter_rows(named=True)
         ],
-        trained_tokens=int(delta_T.size),
-        mean_abs_logprob_delta=float(abs(delta_T).mean()) if delta_T.size else None,
-        on_policy_tokens=int(equal_T.size),
-        mean_abs_logprob_delta_on_policy=float(abs(equal_T).mean()) if equal_T.size else None,
+        trained_tokens=deltas.tokens,
+        mean_abs_logprob_delta=deltas.total / deltas.tokens if deltas.tokens else None,
+        on_policy_tokens=deltas.equal_tokens,
+        mean_abs_logprob_delta_on_policy=deltas.equal_total / deltas.equal_tokens if deltas.equal_tokens else None,
         resumed=int(run.status.get("resumed") or 0),
         reward_first_step=_mean_reward(taken, "min"),
         reward_last_step=_mean_reward(taken, "max"),

@@ -28,13 +28,14 @@ _TORN = (
 _RESTORE = "Next: restore it from a copy of the run; workbench resume goes by it"
 
 
-def verify_words(run_dir: Path, report: VerifyReport) -> None:
-    """The status, the recipe, the events and the diagnoses beside the ledgers can be read, to their last lines."""
+def verify_words(run_dir: Path, report: VerifyReport, *, is_lost: bool) -> None:
+    """The status, the recipe, the events and the diagnoses beside the ledgers can be read, to their last lines.
+    `is_lost`: a missing recipe is a difference (verify_account), not a remark."""
     for words in broken_status(run_dir):
         report.differs("status.json", None, None, words)
     for words in broken_recipe(run_dir):
         report.differs("recipe.yaml", None, None, f"{words}. {_RESTORE}")
-    if not (run_dir / "recipe.yaml").exists():
+    if not is_lost and not (run_dir / "recipe.yaml").exists():
         report.remarks.append(f"recipe.yaml: this file is missing, so what the run was to do is not known. {_RESTORE}")
     for path in [run_dir / "events.jsonl", *event_files(run_dir / LEDGER)]:
         for words in scan_lines(path).broken:

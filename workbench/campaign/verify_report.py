@@ -14,8 +14,9 @@ from workbench.inspect.html import count
 _SHOWN = 20
 NOT_COVERED = (
     "not recomputed: the trainer's log-probs, loss, KL penalty and gradient norm, which need the model "
-    "(tools/recompute_run.py does the first two), and what has no second record or is not compared with it: recipe, "
-    "vocabulary, summary, times, proofs, versions at dispatch, task names and seeds, how a batch was cut and padded"
+    "(tools/recompute_run.py does the first two), and what has no second record: times, proofs, the environment, a "
+    "ledger's context_len and context_digest, most of a recipe without a digest in the events, a vocabulary without "
+    "weights/*/tokenizer.json"
 )
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import orjson
 from pydantic import ValidationError
 
+from workbench.campaign.verify_account import verify_account
 from workbench.campaign.verify_events import read_told
 from workbench.campaign.verify_ledger import verify_ledgers
 from workbench.campaign.verify_logs import recorded, verify_lines, verify_words
@@ -55,11 +56,12 @@ def verify_run(run_dir: Path | str) -> VerifyReport:
     report = VerifyReport(run.name)
     stored = {path.stem for kind in ("calls", "rows") for path in (run.path / kind).glob("*.parquet")}
     groups = recorded(run.path / "groups.jsonl", "group_id", report)
-    done = run.status.get("status") == "done"
-    verify_words(run.path, report)
+    told, known = read_told(run.path), Recomputed(run.path)
+    # A campaign that has finished is done when its parts have ended, too; a kill may come before that.
+    done = run.status.get("status") == "done" or (told.finished is not None and run.status.get("status") != "running")
+    verify_words(run.path, report, is_lost=done and told.by_recipe)
     unfinished = set() if done else _unfinished(run.path, stored - (groups or set()))
     verified = (stored | (groups or set())) - unfinished
-    told, known = read_told(run.path), Recomputed(run.path)
     for name in sorted(verified):
         _Group(run.path, name, report, known).verify()
     verify_group_lines(known, told, report)
@@ -78,6 +80,7 @@ def verify_run(run_dir: Path | str) -> VerifyReport:
         taken = {int(path.stem[5:]) for path in (run.path / "train").glob("step-*.parquet") if path.stem[5:].isdigit()}
         verify_lines(run.path / "steps.jsonl", "step", steps, taken, report)
         verify_lines(run.path / "groups.jsonl", "group", groups, trained, report)
+    verify_account(run, known, told, report, done=done, trained=trained)
     return report
 
 

@@ -29,6 +29,7 @@ from workbench.errors import RunStoreError, TrainerError, WorkbenchError
 from workbench.finalizer.messages import RowSummary
 from workbench.finalizer.metrics import GroupMetrics
 from workbench.runs.frames import read_parts, scan_lines
+from workbench.runs.tokens import Deltas
 from workbench.train.agreement import row_errors
 from workbench.train.rows import TrainRow
 from workbench.train.votes import DISAGREES, Ballot, cast_votes
@@ -52,6 +53,8 @@ class Recomputed:
     part_of: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, GroupMetrics] = field(default_factory=dict)
     lines: dict[str, dict[str, Any]] = field(default_factory=dict)
+    deltas: Deltas = field(default_factory=Deltas)
+    """Of the trained tokens of verified steps."""
 
     def holds(self, group_id: str, metrics: GroupMetrics, rows: Sequence[Mapping[str, Any]]) -> None:
         """Keep what the verified rows of a group, without their tokens, and its calls give."""
@@ -205,6 +208,9 @@ class _Step:
         if len(rows) < len(self.part) or any(group_id not in self.known.metrics for group_id in group_ids):
             return
         self.report.steps += 1
+        for record, row in zip(self.part, rows, strict=True):
+            delta_T = np.asarray(record["delta"], np.float32)
+            self.known.deltas.add(self.number, delta_T[row.loss_mask], row.versions[row.loss_mask])
         ballot = self._ballot(rows)
         if ballot is not None:
             for rollout_id, what in self._changed_votes(rows, ballot):

@@ -9,6 +9,7 @@ Not here: turning ids into text (vocabulary, inspect).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,35 @@ def at_equal_weights(tokens: pl.DataFrame) -> pl.DataFrame:
     """The tokens that were sampled from the very weights that then scored them: what sampler and trainer differ in is
     number formats alone, and no optimiser step. Step n is computed with the weights of version n - 1."""
     return tokens.filter(pl.col("weight_version") == pl.col("step") - 1)
+
+
+@dataclass
+class Deltas:
+    """By how much sampler and trainer differ over trained tokens, and over those of them `at_equal_weights`: how many
+    there are and the sums of |delta| in nat; and the steps that they were trained in."""
+
+    steps: set[int] = field(default_factory=set)
+    tokens: int = 0
+    total: float = 0.0
+    equal_tokens: int = 0
+    equal_total: float = 0.0
+
+    def add(self, step: int, delta_K: np.ndarray, version_K: np.ndarray) -> None:
+        """Add trained tokens of a step: their deltas and the versions that they were sampled from."""
+        size_K, equal_K = np.abs(delta_K.astype(np.float64)), version_K == step - 1
+        self.steps |= {step} if size_K.size else set()
+        self.tokens += size_K.size
+        self.total += float(size_K.sum())
+        self.equal_tokens += int(equal_K.sum())
+        self.equal_total += float(size_K[equal_K].sum())
+
+
+def count_deltas(scored: pl.DataFrame) -> Deltas:
+    """Of a frame as `sampled_logprobs` gives it."""
+    deltas = Deltas()
+    for (step,), tokens in scored.drop_nulls("delta").group_by("step", maintain_order=True):
+        deltas.add(int(str(step)), tokens["delta"].to_numpy(), tokens["weight_version"].to_numpy())
+    return deltas
 
 
 def _frame(

@@ -20,6 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
@@ -110,10 +111,19 @@ def refuse_taken(run_dir: Path) -> None:
 
 def store_recipe(run_dir: Path, values: Mapping[str, Any]) -> None:
     """Write `recipe.yaml`: the resolved recipe of the run, every value of it."""
+    with atomic_file(run_dir / "recipe.yaml") as handle:
+        handle.write(_recipe_text(values))
+
+
+def recipe_digest(values: Mapping[str, Any]) -> str:
+    """SHA-256 of the file that `store_recipe` writes, which the run's events keep."""
+    return sha256(_recipe_text(values)).hexdigest()
+
+
+def _recipe_text(values: Mapping[str, Any]) -> bytes:
     import yaml
 
-    with atomic_file(run_dir / "recipe.yaml") as handle:
-        handle.write(yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True).encode())
+    return yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True).encode()
 
 
 class _StatusFile:

@@ -61,9 +61,9 @@ def make_environment(recipe: Recipe) -> Environment:
     return _misbehaving(make(settings.options), recipe)
 
 
-def task_seed(recipe: Recipe, number: int) -> int:
-    """Of the task of group `number`: the same in every run with the recipe's seed."""
-    return recipe.seed * 1_000_003 + number
+def task_seed(seed: int, number: int) -> int:
+    """Of the task of group `number`: the same in every run with the recipe's `seed`."""
+    return seed * 1_000_003 + number
 
 
 def _misbehaving(environment: Environment, recipe: Recipe) -> Environment:
@@ -97,7 +97,7 @@ def _own(recipe: Recipe) -> Environment:
     except (Exception, SystemExit) as error:
         what = f"cannot be made from environment.options: {own_code.raised(error)}"
         raise RecipeError(f"environment.name: {path!r} {what}") from error
-    seed = task_seed(recipe, 0)
+    seed = task_seed(recipe.seed, 0)
     try:
         fault = unfit(environment) or call_with_deadline(lambda: task_of(environment, seed), timeout_s)
     except TooLate:
