@@ -182,3 +182,27 @@ def test_the_command_takes_a_path_or_a_name_and_says_how_it_ended(run_dir, tmp_p
     assert verify("empty") == 1
     assert verify("none") == 1
     assert "No run in reports/none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "change", "said"),
+    [
+        (0, {"context_digest": "0" * 64}, "context_digest is '000"),
+        (1, {"context_len": 9}, "context_len is 9, the items of its request give 3"),
+        (1, {"prompt_options": "other"}, "prompt_options is 'other', the items of its request give None"),
+    ],
+)
+def test_a_row_that_the_items_of_its_request_contradict_is_found(tmp_path, line, change, said):
+    run = StoredRun(tmp_path / "stored")
+    run.step(1, [["plain"] * 3])
+    run.finish()
+    assert list((tmp_path / "stored" / "ledger").glob("*.items.jsonl")) and verify_run(tmp_path / "stored").ok
+    rewrite_json_line(tmp_path / "stored" / LEDGER, line, change)
+    (difference,) = verify_run(tmp_path / "stored").differences
+    assert (difference.file, difference.rollout_id) == (LEDGER, PLAIN)
+    assert difference.call_id and difference.what.startswith(said)
+
+
+def test_a_note_of_items_that_is_none_counts_for_nothing(run_dir):
+    (run_dir / "ledger" / f"{PLAIN}.items.jsonl").write_bytes(b'{\n{"model_call_id": 3}\n{"items": 1}\n')
+    assert verify_run(run_dir).ok

@@ -4,12 +4,15 @@ In: the outcomes of a group, as stored. Out: differences. A ledger's custody row
 failure rows the outcome's failures: the same calls, in the same order, every field. What came after the freeze is
 beside the ledger, not in it; a rollout whose group never finished, or whose ledger could not be read then, has no
 receipt and is not looked at.
+What a request was is held against the digests of its items, where the run has kept them: its length and options, and
+that calls that began with the same items have one `context_digest`.
 Invariant: a ledger row that was added, removed, moved or changed is named, and a ledger that is missing is. Not seen: a
-change of `context_len`, `context_digest`, `prompt_options` or `compaction_of`, of which a run has no second copy.
+change of any other `context_digest`, or of `compaction_of`, of which a run has no second copy.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,16 +23,20 @@ from workbench.finalizer.messages import RolloutOutcome
 from workbench.ledger.resolve import CustodyRow, FailureRow
 from workbench.ledger.rows import parse_row
 from workbench.runs.custody import SUFFIX
-from workbench.runs.frames import read_lines
+from workbench.runs.frames import read_lines, scan_lines
 from workbench.wire import CallRecord, RolloutReceipt
 
 LEDGER = "ledger"
+ITEMS_SUFFIX = ".items.jsonl"
+Beginnings = dict[tuple[str, ...], list[tuple[str, str, str, Any]]]
+"""Digests of the items of a first request → file, rollout, call and `context_digest` of each call that began so."""
 NOT_THERE = "ledger/ not there: not compared"
 
 
 def verify_ledgers(run_dir: Path, outcomes: Sequence[RolloutOutcome], report: VerifyReport) -> None:
     """Note in `report` where the ledgers of these rollouts and their receipts say different things."""
     directory = run_dir / LEDGER
+    beginnings: Beginnings = defaultdict(list)
     for outcome in outcomes:
         receipt = outcome.receipt
         if receipt is None or not (receipt.manifest or outcome.failures):
@@ -45,7 +52,18 @@ def verify_ledgers(run_dir: Path, outcomes: Sequence[RolloutOutcome], report: Ve
             what = f"this ledger is missing, the receipt names {calls} calls of it"
             report.differs(f"{LEDGER}/{path.name}", outcome.rollout_id, None, what)
             continue
-        _Ledger(path, outcome.rollout_id, report).verify(receipt, outcome)
+        _Ledger(path, outcome.rollout_id, report).verify(receipt, outcome, beginnings)
+    _verify_beginnings(beginnings, report)
+
+
+def _verify_beginnings(beginnings: Beginnings, report: VerifyReport) -> None:
+    """Of calls that began with the same items, most say what their digest is."""
+    for calls in beginnings.values():
+        (expected, _), *_ = Counter(digest for *_, digest in calls).most_common(1)
+        for file, rollout_id, call_id, digest in calls:
+            if digest != expected:
+                what = f"context_digest is {digest!r}, other calls of the same items have {expected!r}"
+                report.differs(file, rollout_id, call_id, what)
 
 
 class _Ledger:
@@ -56,7 +74,7 @@ class _Ledger:
         self.rollout_id = rollout_id
         self.report = report
 
-    def verify(self, receipt: RolloutReceipt, outcome: RolloutOutcome) -> None:
+    def verify(self, receipt: RolloutReceipt, outcome: RolloutOutcome, beginnings: Beginnings) -> None:
         try:
             raw = read_lines(self.path)
             rows = [parse_row(self.path, number, row) for number, row in enumerate(raw, start=1)]
@@ -83,6 +101,10 @@ class _Ledger:
             if record.model_call_id in custody:
                 self.report.ledger_rows += 1
                 self._verify_row(*custody[record.model_call_id], record, chains[record.model_call_id])
+        noted = scan_lines(self.path.with_name(f"{self.rollout_id}{ITEMS_SUFFIX}")).rows
+        for call_id, note in {str(note.get("model_call_id")): note for note in noted}.items():
+            if call_id in custody:
+                self._verify_items(custody[call_id][1], note, beginnings)
 
     def _differs(self, call_id: str | None, what: str) -> None:
         self.report.differs(f"{LEDGER}/{self.path.name}", self.rollout_id, call_id, what)
@@ -120,6 +142,22 @@ class _Ledger:
             if line.get(name) != expected:
                 what = f"column {name} is {line.get(name)!r}, the receipt gives {expected!r}"
                 self._differs(record.model_call_id, what)
+
+    def _verify_items(self, line: dict[str, Any], note: dict[str, Any], beginnings: Beginnings) -> None:
+        """A row against what was noted of its request's items; a note that is none counts for nothing."""
+        try:
+            own: int = note["response_at"]
+            found = {"context_len": note["skip"] + own, "prompt_options": note["prompt_options"]}
+            items = tuple(digest for _, digest, *_ in note["items"][:own])
+        except (KeyError, TypeError, ValueError):
+            return
+        call_id = line["model_call_id"]
+        for name, expected in found.items():
+            if line.get(name) != expected:
+                self._differs(call_id, f"{name} is {line.get(name)!r}, the items of its request give {expected!r}")
+        if not note["skip"]:
+            file = f"{LEDGER}/{self.path.name}"
+            beginnings[items].append((file, self.rollout_id, call_id, line.get("context_digest")))
 
 
 def _staging_chains(manifest: Sequence[CallRecord]) -> dict[str, list[str]]:

@@ -13,10 +13,10 @@ from workbench.inspect.html import count
 
 _SHOWN = 20
 NOT_COVERED = (
-    "not recomputed: the trainer's log-probs, loss, KL penalty and gradient norm, which need the model "
-    "(tools/recompute_run.py does the first two), and what has no second record: times, proofs, the environment, a "
-    "ledger's context_len and context_digest, most of a recipe without a digest in the events, a vocabulary without "
-    "weights/*/tokenizer.json"
+    "not recomputed: the trainer's log-probs, loss, KL penalty, gradient norm and router agreement, which need the "
+    "model (tools/recompute_run.py does the first two), and what has no second record: times, proofs, error texts, "
+    "environment.json, weights, a ledger's context_digest after the first request (and its context_len without "
+    "items.jsonl), most of a recipe without a digest in the events, a vocabulary without weights/*/tokenizer.json"
 )
 
 
