@@ -16,9 +16,6 @@ from typing import Any
 
 import orjson
 
-from workbench.campaign.environments import task_seed
-from workbench.campaign.notebook_file import Outcome
-from workbench.campaign.summary import summary_of
 from workbench.campaign.verify_compare import SINGLE, changed, dotted
 from workbench.campaign.verify_events import Told
 from workbench.campaign.verify_report import VerifyReport
@@ -117,6 +114,8 @@ def _verify_recipe(run: Run, lines: list[dict[str, Any]], known: Recomputed, tol
 
 def _verify_seed(seed: Any, told: Told, report: VerifyReport) -> None:
     """The recipe's seed and a group's number give the seed of its task."""
+    from workbench.campaign.environments import task_seed
+
     if not isinstance(seed, int):
         return
     for group_id, said in told.groups.items():
@@ -146,6 +145,9 @@ def _verify_vocabulary(run_dir: Path, report: VerifyReport) -> None:
 
 
 def _verify_summary(run: Run, known: Recomputed, report: VerifyReport) -> None:
+    from workbench.campaign.notebook_file import Outcome
+    from workbench.campaign.summary import summary_of
+
     path = run.path / "summary.json"
     if not path.exists():
         return

@@ -4,7 +4,7 @@ In: a run directory. Out: a `VerifyReport`. For every stored call: call digest, 
 hash from its own tokens and its parent's; for every group: receipts verified and linearised again, and the parts that
 come of them compared with the stored ones, column by column, id by id, log-prob by log-prob, placeholders and their
 causes included; against the ledgers: the same calls and failures (verify_ledger); for every group and step: what its
-line and the trainer's part say (verify_steps).
+line and the trainer's part say (verify_steps); and what the run says of itself as a whole (verify_account).
 Invariant: one changed bit in a call, a receipt, a ledger row or a row is a named difference (file, rollout, call),
 never an exception. Excepted is what a run has no second copy of: a rollout's `duration_s`, its `detail` where nothing
 was rejected for it, a receipt's reward of 0 that becomes none, and the ledger's columns that verify_ledger names. A
