@@ -16,6 +16,7 @@ import nbformat
 import orjson
 import psutil
 import pytest
+from stored_run import make_run
 
 from workbench import runs
 from workbench.campaign import runner
@@ -371,3 +372,15 @@ def test_two_that_ask_for_a_new_run_at_once_get_two(tmp_path):
     with ThreadPoolExecutor(8) as pool:
         got = list(pool.map(lambda _: new_run_dir(tmp_path / "reports", "mine", claim=True), range(40)))
     assert sorted(path.name for path in got) == sorted(f"mine-{number}" for number in range(1, 41))
+
+
+def test_the_vocabulary_of_a_run_that_was_gone_on_with_has_the_ids_that_came_since(tmp_path):
+    run_dir = make_run(tmp_path / "stored", steps=1)
+    whole = (run_dir / "vocabulary.json").read_bytes()
+    (run_dir / "weights" / "v1").mkdir(parents=True)
+    (run_dir / "weights" / "v1" / "tokenizer.json").write_bytes(whole)
+    (run_dir / "vocabulary.json").write_bytes(orjson.dumps({"pieces": {"65": "41"}, "special": {}}))
+    runner._keep_vocabulary(run_dir)
+    used = runs.open(run_dir).token_ids()
+    kept = runs.open(run_dir).vocabulary()
+    assert len(used) > 20 and kept.pieces.keys() | kept.special.keys() == used

@@ -88,7 +88,6 @@ def test_other_rollouts_in_a_groups_line_are_named(run_dir, rollouts):
         ("agreement.temperature.slope", 1.5),
         ("agreement.shift_by_one.found", True),
         ("agreement.truncated_support.mean", 0.0),
-        ("agreement_suspect", "temperature"),
     ],
 )
 def test_a_changed_field_of_a_steps_line_is_named(run_dir, field, value):

@@ -44,6 +44,7 @@ from workbench.recipe_schema import Recipe
 from workbench.runs.condition import ENDED, read_status
 from workbench.runs.frames import scan_lines
 from workbench.runs.gathered import gather
+from workbench.runs.vocabulary import load_vocabulary, vocabulary_file
 from workbench.runs.writer import RunWriter, atomic_file, recipe_digest, refuse_taken, store_recipe
 
 #: How long a campaign may take to close its actors and its store after an interrupt before it is killed.
@@ -348,7 +349,7 @@ def _keep_vocabulary(run_dir: Path) -> None:
         run = runs.open(run_dir)
         used = run.token_ids()
         if used:
-            small = run.vocabulary().only(used)
+            small = load_vocabulary(vocabulary_file(run_dir, whole=True)).only(used)
             with atomic_file(run_dir / "vocabulary.json") as handle:
                 handle.write(small.dump())
     except RunStoreError:

@@ -45,11 +45,12 @@ class Vocabulary:
         )
 
 
-def vocabulary_file(run_dir: Path) -> Path:
-    """A run's own `vocabulary.json`, else the tokenizer beside the weights it published last. Raises RunStoreError."""
+def vocabulary_file(run_dir: Path, *, whole: bool = False) -> Path:
+    """A run's own `vocabulary.json`, else the tokenizer beside the weights it published last; with `whole` the other
+    way round: what is its own holds the ids that had occurred when it was written. Raises RunStoreError."""
     own = run_dir / "vocabulary.json"
-    published = sorted(run_dir.glob("weights/*/tokenizer.json"), key=lambda path: path.stat().st_mtime)
-    for path in [own, *reversed(published)]:
+    published = sorted(run_dir.glob("weights/*/tokenizer.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in [*published, own] if whole else [own, *published]:
         if path.exists():
             return path
     raise RunStoreError(
