@@ -43,17 +43,20 @@ def line(text: str, *, muted: bool = False, strong: bool = False) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Cell | str]], *, mono: bool = False) -> str:
-    """A table with a header; strings become plain cells."""
-    head = "".join(_head(name) for name in header)
+    """A table with a header; strings become plain cells. A head stands over its numbers on their side."""
+    rows = [list(row) for row in rows]
+    right = {at for row in rows for at, cell in enumerate(row) if isinstance(cell, Cell) and cell.right}
+    head = "".join(_head(name, right=at in right) for at, name in enumerate(header))
     body = "".join(f"<tr>{''.join(_cell(cell) for cell in row)}</tr>" for row in rows)
     style = f"border-collapse:collapse;font-size:12.5px;line-height:1.45;margin:6px 0;{_FONT if mono else ''}"
     return f'<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
-def _head(name: str) -> str:
+def _head(name: str, *, right: bool) -> str:
     # A browser breaks a line behind each bar of |Δ|, and no-break spaces do not keep it from that.
     whole = ";white-space:nowrap" if "|" in name else ""
-    return f'<th style="{_CELL};border-bottom:1px solid rgba(128,128,128,.5){whole}">{escape(name)}</th>'
+    style = _RIGHT if right else _CELL
+    return f'<th style="{style};border-bottom:1px solid rgba(128,128,128,.5){whole}">{escape(name)}</th>'
 
 
 def _breakable(text: str) -> str:
