@@ -5,6 +5,7 @@ deltas came out of TransferQueue again when their groups were finalised; no fini
 of the first verified rollout the trained row's tokens hash to what its terminal call promised.
 Invariant: the verdict is `engaged` only when all of them hold, and `NOT on` only where one speaks against it. What
 holds for some of the calls or rollouts is `partly`, never `yes`: capture works, and something was still lost.
+Beside it stands what has a vote and may not be what one thinks (`remarks`).
 Not here: verifying every digest (campaign.verify_run).
 """
 
@@ -19,8 +20,11 @@ import polars as pl
 
 from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
+from workbench.inspect.custody import guessed_words
 from workbench.inspect.ids import check_run, short_id
 from workbench.inspect.snapshot import StaticView
+from workbench.runs.early import MANY, count_early, early_remark
+from workbench.runs.shelf import guessed
 from workbench.wire import Cause, hash_token_ids
 
 _ECHO_CHARACTERS = 160
@@ -82,6 +86,7 @@ class Engagement(StaticView):
             for each in self.evidence
         ]
         parts = [markup.line(self.sentence(), strong=True)]
+        parts += [markup.line(words, strong=loud) for words, loud in self.remarks()]
         if rows:
             parts.append(markup.table(("evidence", "holds", "found"), rows))
             if lost := self._not_staged():
@@ -89,6 +94,20 @@ class Engagement(StaticView):
         if self.echo:
             parts.append(markup.table(("call of that chain", "what the policy said"), self.echo, mono=True))
         return markup.block(*parts)
+
+    def remarks(self) -> list[tuple[str, bool]]:
+        """What has a vote and may not be what one thinks: guessed last calls, rollouts that ended early; each with
+        whether it is about many of them."""
+        rollouts: pl.DataFrame = self._run.rollouts
+        told = []
+        if (words := guessed_words(rollouts, self._run.calls)) is not None:
+            share = guessed(rollouts).height / int((rollouts["sample_mask"] == 1).sum())
+            told.append((f"Guessed: {words}.", share > MANY))
+        early = count_early(rollouts["ended_early"])
+        if early:
+            share = sum(early.values()) / rollouts.height
+            told.append((f"Ended early: {early_remark(early, rollouts.height)}.", share > MANY))
+        return told
 
     def _probe(self) -> Evidence:
         started = self._run.events.filter(pl.col("kind").is_in(["started", "serving"]))

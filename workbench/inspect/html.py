@@ -55,7 +55,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Cell | str]], *, mono: 
 
 def legend(meanings: Mapping[str, str]) -> str:
     """What the words of a table or a picture mean, under it: a word in bold, its meaning behind it."""
-    said = " · ".join(f"<b>{escape(word)}</b> {escape(meaning)}" for word, meaning in meanings.items())
+    said = " · ".join(f"<b>{escape(word)}</b>: {escape(meaning)}" for word, meaning in meanings.items())
     return f'<div style="margin:4px 0;font-size:12.5px;opacity:.8">{said}</div>'
 
 
