@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from workbench.campaign.notebook_file import Outcome
+from workbench.campaign.run_place import alone_in
 from workbench.campaign.summary import summarise
 from workbench.campaign.verify_run import verify_run
 from workbench.demo import recorded_run
@@ -107,14 +108,22 @@ def test_a_doubled_line_is_named(run_dir, log, said):
     assert str(difference) == f"{log}.jsonl: has 2 lines of {said}, expected one"
 
 
-@pytest.mark.parametrize("name", ["recipe.yaml", "status.json", "events.jsonl", "summary.json"])
+@pytest.mark.parametrize("name", ["recipe.yaml", "status.json", "events.jsonl"])
 def test_a_file_that_a_finished_run_has_lost_is_named(run_dir, name):
-    (run_dir / "environment.json").write_text("{}")
-    write_summary(run_dir)
-    assert verify_run(run_dir).ok
     (run_dir / name).unlink()
     named = [str(difference) for difference in verify_run(run_dir).differences]
     assert named == [f"{name}: this file is missing and the run is done"]
+
+
+def test_a_summary_that_a_finished_run_has_lost_is_a_remark_unless_its_runner_is_still_at_it(run_dir):
+    (run_dir / "environment.json").write_text("{}")
+    (remark,) = verify_run(run_dir).remarks
+    assert remark.startswith("summary.json: this file is missing and the run is done")
+    with alone_in(run_dir):
+        assert verify_run(run_dir).remarks == []
+    write_summary(run_dir)
+    report = verify_run(run_dir)
+    assert report.ok and report.remarks == []
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,20 @@ def alone_in(run_dir: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def is_held(run_dir: Path) -> bool:
+    """Whether somebody is `alone_in` it."""
+    descriptor = os.open(run_dir, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
 def new_run_dir(reports: Path | str, name: str, *, named: bool = False, claim: bool = False) -> Path:
     """A directory name that is free: `name` itself where the user chose it, else `name-1`, `name-2`, …
 

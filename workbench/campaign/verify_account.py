@@ -1,7 +1,7 @@
 """Verify account: what a run says of itself as a whole, in its recipe, status, events, summary and vocabulary.
 
-In: what its groups, lines and events gave. Out: differences for a file that a finished run has lost, and for a value
-that other records of the run contradict. A recipe is compared with its digest, which the events hold, and with what was
+In: what its groups, lines and events gave. Out: differences for a file that a finished run has lost (for its summary a
+remark: a kill may have come before it), and for a value that other records of the run contradict. A recipe is compared with its digest, which the events hold, and with what was
 sampled and trained by it; a vocabulary with the tokenizer beside the weights that the run published, where one is left.
 Invariant: a summary is compared only where nothing else differs: it would differ for the same reason.
 Not here: groups and steps (verify_run, verify_steps); whether the files can be read (verify_logs).
@@ -16,6 +16,7 @@ from typing import Any
 
 import orjson
 
+from workbench.campaign.run_place import is_held
 from workbench.campaign.verify_compare import SINGLE, changed, dotted
 from workbench.campaign.verify_events import Told
 from workbench.campaign.verify_report import VerifyReport
@@ -27,8 +28,10 @@ from workbench.runs.frames import scan_lines
 from workbench.runs.reader import Run
 from workbench.runs.vocabulary import load_vocabulary
 
-_OF_THE_RUNNER = ("environment.json", "campaign.ipynb", "campaign.html")
-"""Files of which a run has one when `workbench run` has executed its notebook; it has a summary in the end."""
+_NO_SUMMARY = (
+    "summary.json: this file is missing and the run is done: it was removed, or the runner was killed before it wrote "
+    "one. Next: restore it from a copy of the run; `workbench inspect` shows its numbers anew"
+)
 _NOT_OF_RECORDS = ("notebook", "html", "status", "error", "guessed", "seconds")
 """Of a summary: paths, times, and what is said in words of its version."""
 
@@ -50,10 +53,11 @@ def verify_account(
 
 
 def _verify_presence(run_dir: Path, told: Told, report: VerifyReport) -> None:
-    names = ["status.json", "events.jsonl", *(["recipe.yaml"] if told.by_recipe else [])]
-    if any((run_dir / name).exists() for name in _OF_THE_RUNNER):
-        names.append("summary.json")
-    for name in names:
+    # A runner writes environment.json first and the summary last, after its notebook has verified the run.
+    has_runner, has_summary = ((run_dir / name).exists() for name in ("environment.json", "summary.json"))
+    if has_runner and not has_summary and not is_held(run_dir):
+        report.remarks.append(_NO_SUMMARY)
+    for name in ("status.json", "events.jsonl", *(["recipe.yaml"] if told.by_recipe else [])):
         if not (run_dir / name).exists():
             report.differs(name, None, None, "this file is missing and the run is done")
 
