@@ -1,8 +1,9 @@
 """Verify account: what a run says of itself as a whole, in its recipe, status, events, summary and vocabulary.
 
 In: what its groups, lines and events gave. Out: differences for a file that a finished run has lost (for its summary a
-remark: a kill may have come before it), and for a value that other records of the run contradict. A recipe is compared with its digest, which the events hold, and with what was
-sampled and trained by it; a vocabulary with the tokenizer beside the weights that the run published, where one is left.
+remark: a kill may have come before it), and for a value that other records of the run contradict. A recipe is compared
+with its digest, which the events hold, and with what was sampled and trained by it; a vocabulary with the tokenizer
+beside the weights that the run published, where one is left.
 Invariant: a summary is compared only where nothing else differs: it would differ for the same reason.
 Not here: groups and steps (verify_run, verify_steps); whether the files can be read (verify_logs).
 """
