@@ -137,6 +137,7 @@ def test_a_stopped_runs_summary_counts_the_groups_that_verify_finds(tmp_path):
     steps = (run_dir / "steps.jsonl").read_bytes().splitlines(keepends=True)
     (run_dir / "steps.jsonl").write_bytes(steps[0])
     with RunWriter(run_dir) as writer:
+        writer.event("stopped", reason="interrupted")
         writer.status(status="stopped")
     summary = summarise(run_dir, notebook=Path("n.ipynb"), outcome=Outcome("stopped"), seconds=3.0)
     verified = verify_run(run_dir)
