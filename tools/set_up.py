@@ -135,7 +135,8 @@ def patiently(command, log):
 def how_far(log):
     """How many packages pip has found; while it downloads them nothing arrives in `.venv`, so its size comes later."""
     if "\nInstalling collected packages" in log:
-        return "%.1f GB on disk  " % size_gb(VENV)
+        size = size_gb(VENV)
+        return "%.1f GB on disk  " % size if size >= 0.05 else ""
     found = {plain(name) for name in re.findall(r"^Collecting ([\w.-]+)", log, re.MULTILINE)}
     return "%d package%s found  " % (len(found), "" if len(found) == 1 else "s") if found else ""
 

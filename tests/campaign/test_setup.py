@@ -183,16 +183,15 @@ def test_while_pip_downloads_it_is_told_what_comes_in_and_no_size_of_what_does_n
         "Collecting polars\n  Downloading polars-1.20.0-py3-none-any.whl (30 MB)\n",
         "Collecting torch\nInstalling collected packages: torch\n",
     )
-    script = "import sys; sys.path[:0] = ['.', 'tools']; import set_up\n"
-    script += f"for log in {logs!r}: print(set_up.how_far(log) + set_up.last_done(log))"
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=checkout, capture_output=True, text=True, check=True, timeout=60
-    )
+    script = f"for log in {logs!r}: print(set_up.how_far(log) + set_up.last_done(log))\n"
+    script += "set_up.size_gb = lambda folder: 1.23\nprint(set_up.how_far(log) + set_up.last_done(log))"
+    done = beside_set_up(checkout, script)
     assert done.stdout.splitlines() == [
         "starting pip",
         "1 package found  Collecting torch",
         "2 packages found  Downloading polars-1.20.0 (30 MB)",
-        "0.0 GB on disk  installing what was collected",
+        "installing what was collected",
+        "1.2 GB on disk  installing what was collected",
     ]
 
 
