@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import html
+import os
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,6 +113,26 @@ async def test_a_black_box_trains_on_the_chain_that_its_output_names(tmp_path):
 async def test_a_black_box_whose_output_two_calls_gave_has_no_vote(tmp_path):
     _, summary = await played("black_box.py:BlackBox", [{"text": "The Nile"}], tmp_path)
     assert (summary.sample_mask, summary.cause) == (0, Cause.CONTENT_AMBIGUOUS)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "usage: OPENAI_BASE_URL=http"),
+        ({"OPENAI_BASE_URL": "http://127.0.0.1:9/v1"}, "usage: OPENAI_BASE_URL=http"),
+        # Without an address its client would ask a service on the net.
+        ({"OPENAI_API_KEY": "unused"}, "usage: OPENAI_BASE_URL=http"),
+        (
+            {"OPENAI_BASE_URL": "http://127.0.0.1:9/v1", "OPENAI_API_KEY": "unused"},
+            "no connection to http://127.0.0.1:9/v1/: [Errno 111] Connection refused",
+        ),
+    ],
+)
+def test_the_black_boxs_agent_says_in_one_line_what_it_lacks(given, said):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OPENAI_")} | given
+    command = [sys.executable, str(EXAMPLES / "anyones_agent.py"), "Name a river."]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith(said) and done.stderr.count("\n") == 1
 
 
 async def test_a_reward_that_raises_is_told_with_its_line_wherever_the_rollout_is_shown(tmp_path):
