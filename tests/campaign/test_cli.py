@@ -535,6 +535,17 @@ def test_a_stopped_run_is_gone_on_with_by_its_command(tmp_path, monkeypatch):
     assert [(recipe.train.steps, run) for recipe, run in asked] == [(99, run_dir)]
 
 
+@pytest.mark.parametrize("command", [("resume",), ("resume", "train.steps=8"), ("report",)])
+def test_nothing_is_written_into_a_run_that_came_with_the_package(command, capsys):
+    there = sorted(recorded_run().rglob("*"))
+    verb, *overrides = command
+    assert ended(verb, str(recorded_run()), *overrides) == 2
+    said = capsys.readouterr().err
+    assert "came with the package, and nothing is written into that. Next: " in said
+    assert f"workbench resume {recorded_run()}" not in said
+    assert sorted(recorded_run().rglob("*")) == there
+
+
 def test_a_machine_that_lacks_something_ends_doctor_with_2(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "examine", lambda recipe, quick: [machine.Finding("memory", "1 GiB", "buy some")])
     assert ended("doctor", "cpu_smoke") == 2
