@@ -115,6 +115,13 @@ async def test_a_black_box_whose_output_two_calls_gave_has_no_vote(tmp_path):
     assert (summary.sample_mask, summary.cause) == (0, Cause.CONTENT_AMBIGUOUS)
 
 
+async def test_a_black_box_that_does_not_end_is_ended_and_said(tmp_path):
+    (tmp_path / "black_box.py").write_text((EXAMPLES / "black_box.py").read_text().replace("60.0", "0.5"))
+    (tmp_path / "anyones_agent.py").write_text("import time\n\ntime.sleep(60)\n")
+    _, summary = await played("black_box.py:BlackBox", [{"text": "Nile."}], tmp_path, tmp_path)
+    assert (summary.cause, summary.detail) == (Cause.ROLLOUT_FAILED, "the agent did not end within 0.5 s")
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
