@@ -29,6 +29,7 @@ from workbench.campaign.node_check import check_nodes
 from workbench.campaign.part_settings import trainer_config, worker_config
 from workbench.campaign.placement import FINALIZER, RANK, WORKER, Placement
 from workbench.campaign.policy import START_S, PolicyWorkers
+from workbench.campaign.processes import sigterm_given_back
 from workbench.campaign.proof import SyncProof, proof_ids, prove_weights
 from workbench.campaign.watch import Heartbeat
 from workbench.config import Recipe
@@ -157,7 +158,8 @@ class Fleet:
         connecting = asyncio.to_thread(lambda: temp_dir.append(ray_cluster.connect(self.recipe)))
         # Its last try may begin just before its time is over.
         deadline_s = self._start_s + ray_cluster.ONE_TRY_S + _REASON_S
-        await within(connecting, deadline_s, "Ray", "starting", key=START_S)
+        with sigterm_given_back():
+            await within(connecting, deadline_s, "Ray", "starting", key=START_S)
 
     async def _take_places(self) -> None:
         """Reserve room for every actor, and on a cluster look whether the nodes that have it can run them."""
