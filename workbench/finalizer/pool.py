@@ -52,8 +52,8 @@ class FinalizerPool:
 
     @property
     def actors(self) -> list[Any]:
-        """The handles of the members that there are now."""
-        return [member.actor for member in self._members.values()]
+        """The handles of the members that there are now, in the order of their places."""
+        return [member.actor for _, member in sorted(self._members.items())]
 
     async def start(self, timeout_s: float) -> None:
         """Start all members; ComponentDied or DeadlineExceeded when one does not come up within `timeout_s`."""
