@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -190,6 +191,7 @@ async def test_the_engines_own_words_for_a_full_window_have_its_code_in_every_ap
             with pytest.raises(openai.BadRequestError) as responses:
                 await client.responses.create(model="policy", input=words(count), stream=stream)
             assert chat.value.code == responses.value.code == "context_length_exceeded", (count, stream)
+            assert " Next: end the conversation here" in str(chat.value), (count, stream)
             async with anthropic.AsyncAnthropic(base_url=url, api_key="unused", max_retries=0) as claude:
                 with pytest.raises(anthropic.BadRequestError) as messages:
                     await claude.messages.create(model="policy", max_tokens=9, messages=words(count), stream=stream)
@@ -199,6 +201,37 @@ async def test_the_engines_own_words_for_a_full_window_have_its_code_in_every_ap
                 model="policy", messages=[{"role": "user", "content": [{"type": "no"}]}]
             )
         assert other.value.code != "context_length_exceeded"
+
+
+async def test_what_the_engine_would_serve_as_an_empty_message_is_refused(road: Road) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{road.url}/v1", api_key="unused", max_retries=0) as untagged:
+
+        async def tokens(message: Any) -> int:
+            asked: Any = {"model": "policy", "messages": [message], "max_tokens": 1}
+            answer = await untagged.chat.completions.create(**asked)
+            assert answer.usage is not None
+            return answer.usage.prompt_tokens
+
+        empty = await tokens({"role": "user", "content": ""})
+        assert await tokens({"role": "user", "text": "a long question, which nobody reads"}) == empty
+    long = "a long answer, which nobody reads"
+    block = {"type": "tool_result", "tool_use_id": "t1", "output": long}
+    parts = [{"type": "output_text", "text": long, "annotations": []}] * 2
+    answer = {"type": "message", "role": "assistant", "id": "m1", "status": "completed", "content": parts}
+    unread: list[tuple[str, dict[str, Any]]] = [
+        ("chat/completions", {"messages": [{"role": "user", "text": long}]}),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "content": long}]}]}),
+        ("responses", {"input": [{"role": "user", "content": "hi"}, answer, {"role": "user", "content": "and?"}]}),
+        ("messages", {"max_tokens": 9, "messages": [{"role": "user", "content": [block]}]}),
+    ]
+    async with httpx.AsyncClient(timeout=60.0) as agent:
+        for path, body in unread:
+            served = await agent.post(f"{road.url}/v1/{path}", json={"model": "policy"} | body)
+            assert served.status_code == 200, (path, served.text)  # of the engine itself
+            refused = await agent.post(f"{road.url}/ng-rollout/road.unread/v1/{path}", json={"model": "policy"} | body)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"]) == (400, "content_not_read"), refused.text
+            assert " Next: " in error["message"]
 
 
 async def test_an_edited_history_is_masked_with_its_cause_and_the_group_keeps_n_rows(road: Road) -> None:

@@ -173,6 +173,7 @@ class Gateway:
         if not self.settings.capture_enabled:
             return await self._pass("POST", dialect.path, raw, rollout_id=rollout_id)
         body = _json_object(raw)
+        dialect.check(body)
         if len(request.headers.getlist(COMPACTION_HEADER)) > 1:
             raise Refused(400, f"Header {COMPACTION_HEADER} came more than once; expected one.", "key_ambiguous")
         after, stored_input = dialect.named_response(body), dialect.stored_input(body)
