@@ -131,6 +131,7 @@ class Gateway:
 
     async def close(self) -> None:
         await self.end_calls()
+        self.refused.tell_counted()
         self.retries.close()
         await self.upstream.close()
         self.custodian.close()
