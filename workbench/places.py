@@ -47,6 +47,12 @@ def shipped(kind: str) -> Path:
     raise SetupError(f"No {kind}/ came with this installation of workbench; install it again: pip install -e .[cpu]")
 
 
+def refuse_shipped(run_dir: Path, next_step: str) -> None:
+    """Raise SetupError for a run inside the package: a recording that came with it is read, never written into."""
+    if run_dir.resolve().is_relative_to(_PACKAGE):
+        raise SetupError(f"{run_dir} came with the package, and nothing is written into that. Next: {next_step}")
+
+
 def home() -> Path:
     """Where models are kept: `$WORKBENCH_HOME`, else `~/.cache/workbench`. May not exist yet."""
     return Path(os.environ.get("WORKBENCH_HOME") or Path.home() / ".cache" / "workbench").expanduser()

@@ -6,6 +6,7 @@ Long because every command is tried right and wrong, most in a few lines.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import resource
 import shutil
@@ -40,6 +41,30 @@ def workbench(*arguments: str, **environment: str) -> subprocess.CompletedProces
         check=False,
         env={**os.environ, **environment},
     )
+
+
+def ended(*arguments: str) -> int:
+    """The exit code of a command, run in this process."""
+    try:
+        main(list(arguments))
+    except SystemExit as code:
+        return int(code.code or 0)
+    return 0
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The output of a command that ends well, run in this process."""
+    assert ended(*arguments) == 0
+    return capsys.readouterr().out
+
+
+ASKED = functools.cache(installed.ask_python)
+
+
+@pytest.fixture
+def packages_asked_once(monkeypatch):
+    """What the installed packages say of themselves takes seconds and is the same for all tests that ask."""
+    monkeypatch.setattr(installed, "ask_python", ASKED)
 
 
 def test_help_imports_nothing_heavy_and_answers_at_once():
@@ -200,20 +225,19 @@ def test_debug_shows_the_traceback():
     assert "Traceback" in done.stderr and "RecipeError" in done.stderr
 
 
-def test_recipe_show_gives_yaml_that_is_a_recipe_again(tmp_path):
-    shown = workbench("recipe", "show", "cpu_misbehave", "train.steps=3")
-    assert shown.returncode == 0
+def test_recipe_show_gives_yaml_that_is_a_recipe_again(tmp_path, capsys):
+    shown = printed(capsys, "recipe", "show", "cpu_misbehave", "train.steps=3")
     again = tmp_path / "again.yaml"
-    again.write_text(shown.stdout)
+    again.write_text(shown)
     assert load_recipe(again) == load_recipe("cpu_misbehave", ["train.steps=3"])
-    (places,) = [line for line in shown.stdout.splitlines() if line.strip().startswith("buffer_groups:")]
+    (places,) = [line for line in shown.splitlines() if line.strip().startswith("buffer_groups:")]
     assert "# schema default; derived: 12 (" in places
-    assert "# control token: derived: $WORKBENCH_CONTROL_TOKEN (" in shown.stdout
+    assert "# control token: derived: $WORKBENCH_CONTROL_TOKEN (" in shown
 
 
-def test_recipe_check_passes_every_shipped_recipe():
+def test_recipe_check_passes_every_shipped_recipe(capsys):
     for name in ("cpu_smollm2", "cpu_misbehave", "serve_smollm2"):
-        assert workbench("recipe", "check", name).stdout == f"{name}: good\n"
+        assert printed(capsys, "recipe", "check", name) == f"{name}: good\n"
 
 
 def test_recipe_check_says_that_capture_is_off_and_that_a_model_is_not_here(tmp_path, capsys):
@@ -255,6 +279,7 @@ def test_a_dry_run_that_finds_something_lacking_is_not_good(capsys):
     assert ended("run", "cpu_smoke", "--dry-run") == 0
 
 
+@pytest.mark.usefixtures("packages_asked_once")
 def test_routes_of_a_model_without_experts_are_refused_before_anything_starts(tmp_path, capsys, tiny_model):
     wanted = ("cpu_smoke", f"model.path={tiny_model}", "token_capture.routes=true", f"reports.dir={tmp_path}")
     for command in (("recipe", "check"), ("run", "--dry-run"), ("doctor", "--quick"), ("run",), ("serve",)):
@@ -279,13 +304,15 @@ def test_doctor_names_a_port_in_use_with_its_key():
         assert not finding.good and nobody in finding.found and "gateway.host" in finding.cure
 
 
-def test_run_refuses_a_port_in_use_before_anything_starts():
+def test_run_refuses_a_port_in_use_before_anything_starts(tmp_path, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        done = workbench("run", "cpu_smoke", f"gateway.port={taken.getsockname()[1]}")
-    assert done.returncode == 2
-    assert "in use" in done.stderr and done.stderr.count("\n") == 1
+        port = taken.getsockname()[1]
+        assert ended("run", "cpu_smoke", f"gateway.port={port}", f"reports.dir={tmp_path}") == 2
+    said = capsys.readouterr().err
+    assert "in use" in said and said.count("\n") == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_doctor_counts_the_logical_cpus_of_the_recipe():
@@ -322,9 +349,11 @@ def test_packages_in_a_path_with_a_space_are_refused_because_torch_cannot_link_t
     assert "move the checkout" in machine.place("/home/a person/.venv").cure
 
 
-def test_doctor_looks_at_everything_that_a_campaign_and_its_tests_need():
-    done = workbench("doctor", "cpu_smoke", "--quick")
-    looked = [line[4:].split("  ")[0].strip() for line in done.stdout.splitlines()]
+@pytest.mark.usefixtures("packages_asked_once")
+def test_doctor_looks_at_everything_that_a_campaign_and_its_tests_need(capsys):
+    ended("doctor", "cpu_smoke", "--quick")
+    told = capsys.readouterr()
+    looked = [line[4:].split("  ")[0].strip() for line in told.out.splitlines()]
     for what in (
         "python",
         "memory",
@@ -337,7 +366,7 @@ def test_doctor_looks_at_everything_that_a_campaign_and_its_tests_need():
         "fonts",
         "browser",
     ):
-        assert what in looked, done.stdout + done.stderr
+        assert what in looked, told
 
 
 def test_free_memory_is_what_can_still_be_had(monkeypatch):
@@ -402,21 +431,22 @@ def test_a_campaign_is_measured_by_the_model_that_it_trains_here(monkeypatch):
     assert machine.free_memory(machine.SMALL_PEAK_GIB).good and not machine.free_memory(machine.PEAK_GIB).good
 
 
-def test_the_shipped_recipes_are_listed_with_a_whole_sentence_in_80_columns():
-    lines = workbench("recipe", "list").stdout.splitlines()
+def test_the_shipped_recipes_are_listed_with_a_whole_sentence_in_80_columns(capsys):
+    lines = printed(capsys, "recipe", "list").splitlines()
     assert max(map(len, lines)) <= 80
     for name, purpose in shipped_recipes().items():
         assert any(line.startswith(f"{name} ") for line in lines), name
         assert purpose[-1] in ".?", purpose
 
 
-def test_every_subcommand_has_a_first_sentence_that_is_shown_whole():
+def test_every_subcommand_has_a_first_sentence_that_is_shown_whole(capsys):
     for group in ("recipe", "models"):
-        assert "..." not in workbench(group, "--help").stdout.partition("Commands:")[2]
+        assert "..." not in printed(capsys, group, "--help").partition("Commands:")[2]
 
 
-def test_a_folder_is_no_recipe_and_the_line_says_so(tmp_path):
-    assert f"No recipe file '{tmp_path}' (that is a folder)" in workbench("run", str(tmp_path)).stderr
+def test_a_folder_is_no_recipe_and_the_line_says_so(tmp_path, capsys):
+    assert ended("run", str(tmp_path)) == 2
+    assert f"No recipe file '{tmp_path}' (that is a folder)" in capsys.readouterr().err
 
 
 def test_on_a_terminal_lines_break_between_words_and_hang(monkeypatch, capsys):
@@ -446,15 +476,6 @@ def test_the_lab_opens_at_the_notebooks_and_for_root_in_a_container_too(monkeypa
     main(["lab", "--no-browser"], standalone_mode=False)
     assert ("--allow-root" in given) == (user == 0)
     assert given[-1] == "--no-browser" and any(word.endswith("/lab/tree/notebooks") for word in given)
-
-
-def ended(*arguments: str) -> int:
-    """The exit code of a command, run in this process."""
-    try:
-        main(list(arguments))
-    except SystemExit as code:
-        return int(code.code or 0)
-    return 0
 
 
 def test_a_run_and_a_rollout_are_described_and_the_list_is_json_for_programs(tmp_path, capsys):
@@ -516,6 +537,17 @@ def test_a_stopped_run_is_gone_on_with_by_its_command(tmp_path, monkeypatch):
     monkeypatch.setattr("workbench.campaign.runner.resume_run", lambda recipe, run: asked.append((recipe, run)) or 3)
     assert ended("resume", str(run_dir), "train.steps=99") == 3
     assert [(recipe.train.steps, run) for recipe, run in asked] == [(99, run_dir)]
+
+
+@pytest.mark.parametrize("command", [("resume",), ("resume", "train.steps=8"), ("report",)])
+def test_nothing_is_written_into_a_run_that_came_with_the_package(command, capsys):
+    there = sorted(recorded_run().rglob("*"))
+    verb, *overrides = command
+    assert ended(verb, str(recorded_run()), *overrides) == 2
+    said = capsys.readouterr().err
+    assert "came with the package, and nothing is written into that. Next: " in said
+    assert f"workbench resume {recorded_run()}" not in said
+    assert sorted(recorded_run().rglob("*")) == there
 
 
 def test_a_machine_that_lacks_something_ends_doctor_with_2(monkeypatch, capsys):

@@ -5,7 +5,7 @@ Nothing here starts Ray or an engine; a campaign over two nodes is in test_two_n
 
 from __future__ import annotations
 
-import os
+import runpy
 import shlex
 import socket
 import subprocess
@@ -211,39 +211,41 @@ def test_a_directory_that_is_another_one_on_the_node_is_noticed(looked, tmp_path
     assert "is not seen here" in _lack(here, here, tmp_path, tmp_path / "not here", "word")
 
 
-def submit(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    root = str(SUBMIT.parents[2])
-    path = os.pathsep.join([root, *filter(None, sys.path)])
-    return subprocess.run(
-        [sys.executable, str(SUBMIT), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": path, **environment},
+@pytest.fixture
+def submit(monkeypatch, capsys):
+    """Runs the launcher as a script, in this process: its exit code and what it printed and said."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", [str(SUBMIT), *arguments])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(SUBMIT), run_name="__main__")
+        return ended.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_the_slurm_launcher_prints_the_resolved_command_and_names_no_qos_by_itself(submit):
+    code, printed, said = submit(
+        "nano_swe_6n", "--gpus-per-node", "8", "--walltime", "04:00:00", "train.steps=5", "--dry-run"
     )
-
-
-def test_the_slurm_launcher_prints_the_resolved_command_and_names_no_qos_by_itself():
-    done = submit("nano_swe_6n", "--gpus-per-node", "8", "--walltime", "04:00:00", "train.steps=5", "--dry-run")
-    assert done.returncode == 0, done.stderr
-    command = shlex.split(done.stdout)
+    assert code == 0, said
+    command = shlex.split(printed)
     assert command[0] == "sbatch" and "--nodes=6" in command and "--time=04:00:00" in command
     assert not any(word.startswith("--qos") for word in command)
     assert command[-3:] == ["run", "nano_swe_6n", "train.steps=5"]
     job = command[-4]
     assert subprocess.run(["bash", "-n", job], check=False).returncode == 0
-    assert "--qos=high" in shlex.split(submit("ray_2node", "--nodes", "2", "--qos", "high", "--dry-run").stdout)
+    _, printed, _ = submit("ray_2node", "--nodes", "2", "--qos", "high", "--dry-run")
+    assert "--qos=high" in shlex.split(printed)
 
 
-def test_the_slurm_launcher_refuses_what_the_job_would_end_with():
-    done = submit("gpu_1n8g", "--dry-run")
-    assert (done.returncode, done.stdout) == (2, "") and "--gpus-per-node: gpu_1n8g takes 8 GPUs" in done.stderr
-    few = submit("nano_swe_6n", "--gpus-per-node", "8", "--nodes", "5", "--dry-run")
-    assert few.returncode == 2 and "takes 48 GPUs; 5 nodes have fewer" in few.stderr
-    nowhere = submit("ray_2node", PATH="")
-    assert nowhere.returncode == 2 and nowhere.stderr == (
-        "submit: no sbatch on this machine; run this where Slurm is, or add --dry-run\n"
-    )
-    wrong = submit("ray_2node", "train.stps=3", "--dry-run")
-    assert wrong.returncode == 2 and "did you mean train.steps?" in wrong.stderr and wrong.stderr.count("\n") == 1
+def test_the_slurm_launcher_refuses_what_the_job_would_end_with(submit, monkeypatch):
+    code, printed, said = submit("gpu_1n8g", "--dry-run")
+    assert (code, printed) == (2, "") and "--gpus-per-node: gpu_1n8g takes 8 GPUs" in said
+    code, _, said = submit("nano_swe_6n", "--gpus-per-node", "8", "--nodes", "5", "--dry-run")
+    assert code == 2 and "takes 48 GPUs; 5 nodes have fewer" in said
+    code, _, said = submit("ray_2node", "train.stps=3", "--dry-run")
+    assert code == 2 and "did you mean train.steps?" in said and said.count("\n") == 1
+    monkeypatch.setenv("PATH", "")
+    code, _, said = submit("ray_2node")
+    assert (code, said) == (2, "submit: no sbatch on this machine; run this where Slurm is, or add --dry-run\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,13 @@ import pytest
 from stored_run import StoredRun
 
 from workbench import runs
-from workbench.campaign.listing import rollout_lines
+from workbench.campaign.listing import list_lines, rollout_lines
 from workbench.campaign.notebook_file import Outcome
 from workbench.campaign.summary import Summary, summarise
 from workbench.campaign.verify_run import verify_run
 from workbench.demo.bench import Bench, open_bench
-from workbench.inspect import CampaignBoard
+from workbench.inspect import CampaignBoard, Engagement
+from workbench.runs.shelf import overview
 
 
 async def played(bench: Bench, rollout_id: str, talks: int, witness: bool) -> Any:
@@ -38,7 +40,14 @@ async def test_a_guessed_last_call_is_counted_and_explained(tmp_path: Path) -> N
     assert summary.heuristic_fraction == pytest.approx(2 / 3)
     said = "the last call of 2 of 3 valid rollouts was named by nobody and chosen by heuristic"
     left_out = "1 of them had other conversations too, which were left out. Next: return the served response"
-    assert f"terminals guessed          {said}" in summary.text() and left_out in summary.text()
+    assert f"  LAST CALLS GUESSED         {said}" in summary.text() and left_out in summary.text()
+    assert summary.text().index("LAST CALLS GUESSED") < summary.text().index("notebook ")
+    few = replace(summary, heuristic_fraction=0.05).text()
+    assert f"  last calls guessed         {said}" in few and "GUESSED" not in few
+    ((page, loud),) = Engagement(runs.open(tmp_path)).remarks()
+    assert page.startswith(f"Guessed: {said}") and loud
+    (line,) = list_lines(overview([tmp_path]))[2:]
+    assert line == "  last calls guessed in 2 of 3 valid rollouts"
     assert verified.ok
     (remark,) = [each for each in verified.remarks if "heuristic" in each]
     assert remark.startswith(said) and "(heuristic_fraction 0.667)" in remark and left_out in remark
@@ -49,6 +58,7 @@ async def test_where_every_last_call_was_named_nothing_is_said_of_it(tmp_path: P
     summary, verified, listed = await summed_up([(1, True), (3, True)], tmp_path)
     assert (summary.heuristic_fraction, summary.guessed) == (0.0, None)
     assert "heuristic" not in summary.text() + str(verified) + listed
+    assert Engagement(runs.open(tmp_path)).remarks() == []
 
 
 def test_the_board_has_a_tile_for_guessed_last_calls_where_there_are_some(tmp_path: Path) -> None:

@@ -34,6 +34,13 @@ def make(*arguments: str, cwd: Path, **environment: str) -> subprocess.Completed
     )
 
 
+def beside_set_up(checkout: Path, script: str, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """What `script` says in a child that has imported the `set_up` of that checkout."""
+    script = f"import sys; sys.path[:0] = ['.', 'tools']; import set_up\n{script}"
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, cwd=checkout, capture_output=True, text=True, timeout=60, check=check)
+
+
 @pytest.fixture
 def checkout(tmp_path):
     """The files that set-up reads."""
@@ -112,14 +119,12 @@ def test_an_unknown_extra_is_refused_with_those_that_there_are(checkout):
 def test_what_an_installation_takes_is_said_where_it_takes_it(checkout, lacking, told):
     # `.venv` has everything that this process has, except what the test takes away.
     script = (
-        "import sys; sys.path[:0] = ['.', 'tools']; import set_up; set_up.PYTHON = sys.executable\n"
+        "set_up.PYTHON = sys.executable\n"
         "there = set_up.missing(['pyyaml', 'prometheus-client', 'no-such-package'])\n"
         "assert there == ['no-such-package'], there\n"
         f"print(set_up.announced([*set_up.missing(set_up.packages('')), *{lacking}]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=checkout, capture_output=True, text=True, check=True, timeout=60
-    )
+    done = beside_set_up(checkout, script)
     assert done.stdout == f"{told}\n"
 
 
@@ -136,13 +141,8 @@ def test_what_an_installation_takes_is_said_where_it_takes_it(checkout, lacking,
 )
 def test_set_up_says_what_the_machine_lacks_and_installs_nothing(checkout, broken, expected):
     # The real script with one measurement changed, as on a machine that lacks it.
-    script = (
-        f"import sys; sys.path[:0] = ['.', 'tools']; sys.argv = ['set_up.py']\n"
-        f"from workbench.campaign import machine\nimport set_up\n{broken}\nset_up.main()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=checkout, capture_output=True, text=True, check=False, timeout=30
-    )
+    script = f"from workbench.campaign import machine\n{broken}\nset_up.main()"
+    done = beside_set_up(checkout, script, check=False)
     assert done.returncode != 0
     assert expected in done.stderr
     assert done.stderr.strip().count("\n") == 0
@@ -151,14 +151,11 @@ def test_set_up_says_what_the_machine_lacks_and_installs_nothing(checkout, broke
 
 def test_set_up_warns_of_memory_that_suffices_for_the_small_recipe_and_goes_on(checkout):
     script = (
-        "import sys; sys.path[:0] = ['.', 'tools']; sys.argv = ['set_up.py']\n"
-        "from workbench.campaign import machine\nimport set_up\n"
+        "from workbench.campaign import machine\n"
         "machine.memory_gib = lambda: 7.6\nmachine.compiler = machine.venv_module\nmachine.INSTALL_GIB = 0\n"
         "set_up.install = lambda extras: sys.exit('installing')\nset_up.main()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=checkout, capture_output=True, text=True, check=False, timeout=30
-    )
+    done = beside_set_up(checkout, script, check=False)
     assert done.stderr == "installing\n"
     assert done.stdout.startswith("set-up: memory: 7.6 GiB") and "recipe cpu_smoke" in done.stdout
 
@@ -166,16 +163,14 @@ def test_set_up_warns_of_memory_that_suffices_for_the_small_recipe_and_goes_on(c
 def test_an_installation_says_now_and_then_what_it_is_at(checkout):
     # The child goes on only after something was said, so nothing here depends on how fast the machine is.
     script = (
-        "import pathlib, sys; sys.path[:0] = ['.', 'tools']; import set_up\n"
+        "import pathlib\n"
         "set_up.TELL_EVERY_S = 0.05\n"
         "set_up.say = lambda text: (print(text), 'Collecting' in text and pathlib.Path('said').touch())\n"
         "wait = 'while not os.path.exists(\"said\"): pass'\n"
         "child = 'import os; print(\"Collecting torch\", flush=True)\\n' + wait + '\\nexit(3)'\n"
         "print('code', set_up.patiently([sys.executable, '-c', child], open('log', 'w')))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=checkout, capture_output=True, text=True, check=True, timeout=60
-    )
+    done = beside_set_up(checkout, script)
     *told, code = done.stdout.splitlines()
     assert told[-1].endswith(" s  0.0 GB on disk  Collecting torch") and code == "code 3"
 
@@ -184,11 +179,9 @@ def test_what_pip_warns_of_is_not_told_in_place_of_what_it_does(checkout):
     log = (
         "Collecting torch\\nWARNING: Location is ignored\\nInstalling collected packages: a, b\\n  Attempting uninstall"
     )
-    script = f"import sys; sys.path[:0] = ['.', 'tools']; import set_up; print(set_up.last_done('{log}'), '·', end=' ')"
+    script = f"print(set_up.last_done('{log}'), '·', end=' ')"
     script += "; print(set_up.last_done('WARNING: slow'), set_up.size_gb('tools') > 0)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=checkout, capture_output=True, text=True, check=True, timeout=60
-    )
+    done = beside_set_up(checkout, script)
     assert done.stdout == "installing what was collected · starting pip True\n"
 
 
@@ -206,26 +199,29 @@ def test_what_pip_warns_of_is_not_told_in_place_of_what_it_does(checkout):
     ],
 )
 def test_what_pip_is_at_is_told_in_whole_words(checkout, line, told):
-    script = "import sys; sys.path[:0] = ['.', 'tools']; import set_up; print(set_up.last_done(sys.argv[1]))"
-    done = subprocess.run(
-        [sys.executable, "-c", script, line], cwd=checkout, capture_output=True, text=True, check=True, timeout=60
-    )
+    done = beside_set_up(checkout, "print(set_up.last_done(sys.argv[1]))", line)
     assert done.stdout == f"{told}\n"
 
 
+@pytest.fixture(scope="module")
+def types_read(tmp_path_factory):
+    """Where mypy keeps what it has read of Python's own types, which takes it seconds."""
+    return tmp_path_factory.mktemp("types")
+
+
 @pytest.fixture
-def ready_checkout(checkout):
+def ready_checkout(checkout, types_read, monkeypatch):
     """A checkout whose environment is this process's own, with the stamp of a finished set-up."""
     python = checkout / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
-    stamp = "import sys; sys.path[:0] = ['.', 'tools']; import set_up; print(set_up.fingerprint('cpu,dev'), end='')"
-    done = subprocess.run([sys.executable, "-c", stamp], cwd=checkout, capture_output=True, check=True, timeout=30)
-    (checkout / ".venv" / "workbench-ready").write_bytes(done.stdout)
+    done = beside_set_up(checkout, "print(set_up.fingerprint('cpu,dev'), end='')")
+    (checkout / ".venv" / "workbench-ready").write_text(done.stdout)
     for name in ("benchmarks", "examples"):  # types are checked there too
         (checkout / name).mkdir()
         (checkout / name / "__init__.py").touch()
+    monkeypatch.setenv("MYPY_CACHE_DIR", str(types_read))
     return checkout
 
 

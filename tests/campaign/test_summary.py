@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from stored_run import StoredRun, make_run
 
 from workbench import runs
+from workbench.campaign.listing import list_lines
 from workbench.campaign.notebook_file import Outcome
 from workbench.campaign.progress import ProgressLine, describe
 from workbench.campaign.record_demo import record_demo
@@ -22,7 +24,7 @@ from workbench.config import load_recipe
 from workbench.errors import RunStoreError, SetupError
 from workbench.finalizer import parts
 from workbench.finalizer.stored import read_group
-from workbench.inspect import PoisonTable
+from workbench.inspect import Engagement, PoisonTable
 from workbench.runs import schema
 from workbench.runs.shelf import overview
 from workbench.runs.writer import RunWriter
@@ -81,7 +83,14 @@ def test_rollouts_that_ended_early_are_counted_by_reason_wherever_rollouts_are(t
     assert orjson.loads(run.steps["ended_early"][0]) == {"window full": 2}
     summary = summarise(stored.run_dir, notebook=Path("n.ipynb"), outcome=Outcome("done"), seconds=3.0)
     assert summary.ended_early == {"window full": 2}
-    assert "ended early                2 of 6 rollouts: window full (2)" in summary.text()
+    said = "2 of 6 rollouts: window full (2). They train as far as they came. Next, if not meant: a larger model."
+    assert f"  ENDED EARLY                {said}" in summary.text()
+    assert summary.text().index("ENDED EARLY") < summary.text().index("notebook ")
+    few = dataclasses.replace(summary, rollouts=60).text()
+    assert "  ended early                2 of 60 rollouts" in few and "EARLY" not in few
+    assert (f"Ended early: {said}" in Engagement(run).html()) and Engagement(run).remarks()[0][1]
+    (line,) = list_lines(overview([stored.run_dir]))[2:]
+    assert line == "  2 of 6 rollouts ended early"
     assert "Ended early, with a vote all the same: 2 of 6 rollouts: window full (2)." in PoisonTable(run).html()
 
 

@@ -315,14 +315,17 @@ async def test_a_cancelled_completion_is_a_failed_capture() -> None:
 
 
 async def test_a_sink_with_a_blocking_form_alone_does_not_block_the_loop() -> None:
+    begun, released = threading.Event(), threading.Event()
+
     class Blocking:
         def stage(self, call: StagedCall) -> None:
-            time.sleep(0.1)
+            begun.set()
+            assert released.wait(10.0), "the loop goes on and releases it"
 
     core = CaptureCore(Blocking(), lambda: 0)  # type: ignore[arg-type]
     completing = asyncio.ensure_future(core.complete_async(core.begin(root()), **ROOT))
-    await asyncio.sleep(0.02)
-    assert not completing.done()
+    assert await asyncio.to_thread(begun.wait, 10.0) and not completing.done()
+    released.set()
     assert (await completing).disposition == "staged"
 
 

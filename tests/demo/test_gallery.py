@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Any
 
 import polars as pl
 import pytest
 import pytest_asyncio
 
-from workbench.demo.gallery import FAMILIES, UNREACHED, Gallery, open_gallery
+from workbench.demo.gallery import FAMILIES, UNREACHED, Gallery, _Stage, open_gallery
 from workbench.wire import Cause
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -35,6 +36,13 @@ async def test_every_exhibit_is_named_by_the_product(gallery: Gallery) -> None:
 async def test_only_the_harmless_exhibit_is_trained_on(gallery: Gallery) -> None:
     kept = gallery.findings.filter("valid")["cause"].to_list()
     assert kept == ["request_finished_without_staged_coordinates"]
+
+
+async def test_every_exhibit_is_the_task_of_a_number(gallery: Gallery) -> None:
+    bench: Any = None
+    stage = _Stage(bench)
+    tasks = [stage.task(seed) for seed in range(gallery.findings.height)]
+    assert [task.task_id for task in tasks] == gallery.findings["cause"].to_list()
 
 
 async def test_the_gallery_is_an_ordinary_run(gallery: Gallery) -> None:

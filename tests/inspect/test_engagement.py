@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import orjson
 import polars as pl
@@ -33,9 +34,24 @@ def rewrite(path: Path, **changed) -> None:
 
 def test_a_captured_run_is_engaged_and_its_first_chain_is_echoed():
     view = Engagement(runs.open(recorded_run()))
-    assert view.engaged and view.sentence().startswith("Capture is on: calls staged ")
+    assert view.engaged and view.sentence().startswith("Capture is on, but not for everything: calls staged ")
     assert [each.holds for each in view.evidence] == [True] * 6
     assert len(view.echo) >= 1 and "token_in_rate" in view.html()
+
+
+def test_what_holds_for_some_calls_is_partly_and_yes_is_said_of_all_alone(run_dir):
+    view = Engagement(runs.open(run_dir))
+    marks = {each.what: (each.mark, each.found) for each in view.evidence}
+    assert marks["calls staged"] == ("partly", "51 of 64")
+    assert marks["token_in_rate"] == ("partly", "0.5, after roots 0.7111 (32 of 45)")
+    assert marks["writes seen in TransferQueue"][0] == marks["manifests are not empty"][0] == "yes"
+    assert "13 calls not staged: unresolved_parent 9, request_finished_without" in view.html()
+
+    run = runs.open(run_dir)
+    parts = {name: getattr(run, name) for name in ("campaign", "events", "rollouts", "tokens", "vocabulary")}
+    whole = Engagement(SimpleNamespace(**parts, calls=run.calls.filter(disposition="staged")))
+    assert {each.mark for each in whole.evidence} == {"yes"} and "not staged" not in whole.html()
+    assert whole.sentence().startswith("Capture is on: calls staged 51 of 51")
 
 
 def test_a_setting_is_no_evidence(tmp_path):
@@ -57,7 +73,7 @@ def test_a_served_run_has_its_probe_too(run_dir):
     events = run_dir / "events.jsonl"
     assert b'"kind":"started"' in events.read_bytes()
     events.write_bytes(events.read_bytes().replace(b'"kind":"started"', b'"kind":"serving"'))
-    assert verdict(run_dir).startswith("Capture is on: ")
+    assert verdict(run_dir).startswith("Capture is on, ")
 
 
 def test_deltas_that_never_came_out_of_transferqueue_are_named(run_dir):

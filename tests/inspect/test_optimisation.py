@@ -94,6 +94,24 @@ def test_a_signal_that_no_step_has_is_greyed_with_its_reason_and_no_zero():
     assert "ratio p99" not in repr(capped) and any("by definition" in words for words in capped.notes())
 
 
+def test_a_column_of_divergences_has_one_format_that_shows_every_one_of_them():
+    small = view(gen_kl_error=[4e-5, 0.0, 0.012])
+    assert ">4.0e-05<" in small.html() and ">1.2e-02<" in small.html() and ">0<" in small.html()
+    assert ">0.0010<" in view().html() and ">0.0120<" in view().html()  # where four places show them all
+    with house_style():
+        figure = view(gen_kl_error=[4e-5, 8e-5, 1.2e-4]).draw()
+    figure.canvas.draw()
+    marks = {label.get_text() for label in figure.axes[-1].get_yticklabels()}
+    assert {"0", "5.0e-05", "1.0e-04"} <= marks
+
+
+def test_what_needs_a_word_has_one_under_the_table_and_what_is_not_shown_has_none():
+    words = view().html()
+    for meaning in ("mean of −log-prob over the sampled tokens", "1% above p99", "KL(sampler ‖ trainer)"):
+        assert meaning in words
+    assert "KL(policy ‖ reference)" not in words and "KL(policy ‖ reference)" in view(kl_penalty=[0.1] * 3).html()
+
+
 def test_runs_without_steps_say_why(tmp_path):
     StoredRun(tmp_path / "empty").writer.close()
     ledger = SimpleNamespace(calls=pl.DataFrame(), rollouts=pl.DataFrame())

@@ -44,10 +44,12 @@ from workbench.inspect import (
     trained_group,
     verified_rollout,
 )
+from workbench.inspect import html as markup
 from workbench.inspect.live.pack import unpack
 from workbench.inspect.logprobs import delta_numbers
 from workbench.inspect.strip_columns import call_starts
 from workbench.inspect.text import pieces_of
+from workbench.places import shipped
 
 FOREIGN = Path(__file__).parents[1] / "conformance" / "foreign_ledger" / "ledger"
 
@@ -612,3 +614,24 @@ def test_the_best_run_at_its_last_step_is_one_that_has_a_step(tmp_path):
     assert "highest reward at the last step: one (" in repr(view)
     shutil.rmtree(tmp_path / "other")
     assert "highest reward" not in repr(SweepView(tmp_path))
+
+
+def test_the_numbers_of_a_delta_are_explained_under_them_and_a_column_has_one_format(run):
+    words = LogprobDelta(run).html()
+    for meaning in ("99 of 100 tokens lie below p99", "mean of exp |Δ|", "an estimate of KL(sampler ‖ trainer)"):
+        assert meaning in words
+    small = LogprobDelta(run.logprobs().with_columns(trainer_logprob=pl.col("logprob") + 3e-6, delta=pl.lit(3e-6)))
+    assert ">3.0e-06<" in small.html() and ">0.00000<" not in small.html()
+
+
+def test_the_head_of_a_column_stands_over_its_numbers_on_their_side():
+    page = markup.table(("step", "why"), [[markup.Cell("1", right=True), "because"]])
+    sides = re.findall(r"<(t[hd]) style=\"[^\"]*text-align:(\w+)", page)
+    assert sides == [("th", "right"), ("th", "left"), ("td", "right"), ("td", "left")]
+
+
+def test_the_report_names_the_page_that_says_how_to_read_it():
+    (notebook,) = shipped("notebooks").glob("10_campaign.ipynb")
+    first = "".join(json.loads(notebook.read_text())["cells"][0]["source"])
+    (named,) = re.findall(r"`(docs/[^`]+)`", first)
+    assert (Path(__file__).parents[2] / named).is_file()

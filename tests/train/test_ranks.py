@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import socket
-
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as processes
 from train.samples import MemoryRows, row
+from train.two_ranks import RANKS, run_on_two
 
 from workbench.errors import TrainerError
 from workbench.train import Trainer, checkpoint
@@ -23,13 +21,13 @@ def batch(step):
     return [*rows, row(10 * step + 8, 90, sampled=slice(30, 90), reward=1.0, size=3)]
 
 
-def one_rank(rank, ranks, port, model, folder):
+def one_rank(rank, address, model, folder):
     from workbench.train.ranks import RankTrainer
 
     rows = {step: batch(step) for step in (1, 2)}
     source = MemoryRows([item for part in rows.values() for item in part])
     config = SETTINGS | {"model_path": model, "run_dir": folder, "publish_dtype": "float32"}
-    trainer = RankTrainer(config, rank, ranks, f"tcp://127.0.0.1:{port}", source)
+    trainer = RankTrainer(config, rank, RANKS, address, source)
     metrics = []
     for step in (1, 2):
         metrics.append(trainer.train_step(step, [item.rollout_id for item in rows[step]]))
@@ -49,16 +47,13 @@ def one_rank(rank, ranks, port, model, folder):
     trainer.leave()
 
 
-@pytest.mark.timeout(400)  # two processes that each import torch and transformers, on whatever machine
+@pytest.mark.timeout(400)  # two processes that import torch and transformers, on whatever machine
 def test_two_ranks_take_the_step_that_one_takes(tiny_model, tmp_path):
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     (tmp_path / "two").mkdir()
-    processes.spawn(one_rank, args=(2, port, str(tiny_model), str(tmp_path / "two")), nprocs=2)
+    run_on_two(one_rank, str(tiny_model), str(tmp_path / "two"))
     two = torch.load(tmp_path / "two" / "answer.pt", weights_only=True)
 
     alone = Trainer(SETTINGS | {"model_path": str(tiny_model), "run_dir": str(tmp_path / "one")}, MemoryRows([]))
@@ -92,11 +87,11 @@ def test_two_ranks_take_the_step_that_one_takes(tiny_model, tmp_path):
     assert set(load_file(folder / "model.safetensors")) == set(published)
 
 
-def one_rank_in_bfloat16(rank, ranks, port, model, folder):
+def one_rank_in_bfloat16(rank, address, model, folder):
     from workbench.train.ranks import RankTrainer
 
     config = SETTINGS | {"model_path": model, "run_dir": folder, "dtype": "bfloat16"}
-    trainer = RankTrainer(config, rank, ranks, f"tcp://127.0.0.1:{port}", MemoryRows([]))
+    trainer = RankTrainer(config, rank, RANKS, address, MemoryRows([]))
     before = trainer.score([[5, 6, 7, 8]])
     metrics, part = trainer.step_on(1, batch(1))
     after = trainer.score([[5, 6, 7, 8]])
@@ -108,10 +103,7 @@ def one_rank_in_bfloat16(rank, ranks, port, model, folder):
 
 @pytest.mark.timeout(400)
 def test_two_ranks_in_bfloat16_score_and_step_as_one_does(tiny_model, tmp_path):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    processes.spawn(one_rank_in_bfloat16, args=(2, port, str(tiny_model), str(tmp_path)), nprocs=2)
+    run_on_two(one_rank_in_bfloat16, str(tiny_model), str(tmp_path))
     two = torch.load(tmp_path / "answer.pt", weights_only=True)
 
     settings = SETTINGS | {"model_path": str(tiny_model), "run_dir": str(tmp_path), "dtype": "bfloat16"}

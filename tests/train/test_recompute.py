@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -18,11 +19,18 @@ from workbench import demo, models, runs
 SCRIPT = Path(__file__).parents[2] / "tools" / "recompute_run.py"
 
 
-def recompute(run, *arguments):
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(run), *arguments], capture_output=True, text=True, timeout=100, check=False
-    )
-    return done.returncode, done.stdout + done.stderr
+@pytest.fixture
+def recompute(monkeypatch, capsys):
+    """Runs the script in this process: its exit code and all that it said."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(SCRIPT), run_name="__main__")
+        code, said = ended.value.code, "".join(capsys.readouterr())
+        return (1, f"{said}{code}\n") if isinstance(code, str) else (code, said)
+
+    return run
 
 
 @pytest.fixture
@@ -36,14 +44,16 @@ def test_the_script_shares_no_code_with_what_it_checks():
 
 def test_a_recorded_run_equals_its_recomputation():
     folder = models.build("smollm2-135m")
-    code, said = recompute(demo.recorded_run(), "--model", str(folder))
-    assert code == 0, said
+    command = [sys.executable, str(SCRIPT), str(demo.recorded_run()), "--model", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    said = done.stdout
+    assert done.returncode == 0, said + done.stderr
     at_start = runs.open(demo.recorded_run()).steps["sampled_tokens"][0]
     assert f"logprob {at_start:>24} values" in said and "advantage                     16 values" in said
 
 
 @pytest.mark.parametrize("what", ["advantage", "reward", "loss", "no number"])
-def test_a_changed_number_is_seen(copied, what):
+def test_a_changed_number_is_seen(recompute, copied, what):
     if what == "loss":
         lines = (copied / "steps.jsonl").read_text().splitlines()
         last = json.loads(lines[-1])
@@ -66,14 +76,14 @@ def test_a_changed_number_is_seen(copied, what):
 
 
 @pytest.mark.parametrize("folder", ["rows", "train"])
-def test_a_part_that_cannot_be_read_is_one_sentence(copied, folder):
+def test_a_part_that_cannot_be_read_is_one_sentence(recompute, copied, folder):
     part = sorted((copied / folder).glob("*.parquet"))[0]
     part.write_bytes(part.read_bytes()[:-40])
     code, said = recompute(copied)
     assert code == 1 and said.startswith(f"{part} cannot be read: ") and said.count("\n") == 1, said
 
 
-def test_arrays_of_different_lengths_are_one_sentence(copied):
+def test_arrays_of_different_lengths_are_one_sentence(recompute, copied):
     path = sorted((copied / "train").glob("*.parquet"))[0]
     table = pq.read_table(path)
     at = table.schema.get_field_index("trainer_logprobs")
@@ -83,14 +93,14 @@ def test_arrays_of_different_lengths_are_one_sentence(copied):
     assert code == 1 and said.startswith("step 1, rollout ") and "arrays of different lengths" in said, said
 
 
-def test_a_trained_rollout_without_a_row_is_one_sentence(copied):
+def test_a_trained_rollout_without_a_row_is_one_sentence(recompute, copied):
     sorted((copied / "rows").glob("*.parquet"))[0].unlink()
     code, said = recompute(copied)
     assert code == 1 and "and no part of rows/ has it" in said and said.count("\n") == 1, said
 
 
 @pytest.mark.parametrize("policy", ["mask_old", "reject"])
-def test_what_old_weights_sampled_is_left_out_as_the_recipe_says(copied, policy):
+def test_what_old_weights_sampled_is_left_out_as_the_recipe_says(recompute, copied, policy):
     """The recorded run overlaps and allows it: under a recipe that does not its record is wrong, and where is said."""
     recipe = yaml.safe_load((copied / "recipe.yaml").read_text())
     for max_lag in (0, 9):
@@ -104,7 +114,7 @@ def test_what_old_weights_sampled_is_left_out_as_the_recipe_says(copied, policy)
         assert (differences["advantage"] > 1e-9) == (max_lag == 0 and policy == "reject")
 
 
-def test_what_nothing_was_compared_of_is_not_said_to_agree(copied):
+def test_what_nothing_was_compared_of_is_not_said_to_agree(recompute, copied):
     code, said = recompute(copied)
     (line,) = [line for line in said.splitlines() if line.startswith("logprob ")]
     assert (

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import socket
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as processes
 from train.samples import MemoryRows
+from train.two_ranks import RANKS, run_on_two
 
 from workbench import models
 from workbench.errors import TrainerError
@@ -236,12 +235,12 @@ def test_published_weights_are_the_trained_ones_under_the_files_names(moe, moe_p
 EDGE_IDS = [0, 127, 128, 255, 256, 511, -1]
 
 
-def one_rank(rank, port, folder):
+def one_rank(rank, address, folder):
     import torch.distributed as dist
 
     from workbench.train.route_transport import broadcast_routes
 
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=RANKS)
     own = None
     if rank == 0:
         edge = np.array(EDGE_IDS, dtype=np.int16).reshape(7, 1, 1)
@@ -254,26 +253,23 @@ def one_rank(rank, port, folder):
 
 @pytest.mark.timeout(240)
 def test_every_id_and_the_sentinel_reach_the_other_rank_in_their_dtype(tmp_path):
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    processes.spawn(one_rank, args=(port, str(tmp_path)), nprocs=2)
+    run_on_two(one_rank, str(tmp_path))
     first, second = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
     assert first == second
     assert second[0] == ([[[value]] for value in EDGE_IDS], "int16")
     assert second[1] is None and [what[1] for what in second[2:]] == ["int8", "int32"]
 
 
-RANKS = {"threads": 2, "learning_rate": 1e-3, "micro_batch_tokens": 60, "publish_dtype": "float32"}
+TWO = {"threads": 2, "learning_rate": 1e-3, "micro_batch_tokens": 60, "publish_dtype": "float32"}
 
 
-def replaying_rank(rank, port, model, folder, rows):
+def replaying_rank(rank, address, model, folder, rows):
     from workbench.train.ranks import RankTrainer
 
-    config = RANKS | {"model_path": model, "run_dir": folder, "router_replay": "direct"}
+    config = TWO | {"model_path": model, "run_dir": folder, "router_replay": "direct"}
     # What a rank other than the first reads has no routes: it gets them from there.
     own = rows if rank == 0 else [replace(row, routes=None) for row in rows]
-    learner = RankTrainer(config, rank, 2, f"tcp://127.0.0.1:{port}", MemoryRows(own))
+    learner = RankTrainer(config, rank, RANKS, address, MemoryRows(own))
     metrics = learner.train_step(1, [row.rollout_id for row in rows])
     learner.publish(1)
     unknown = [replace(row, routes=None if rank else np.full_like(row.routes, -1)) for row in rows]
@@ -292,14 +288,11 @@ def test_two_ranks_replay_as_one(moe, moe_path, tmp_path):
     from safetensors.torch import load_file
 
     rows = rows_of(perturbed(moe), count=5)
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     (tmp_path / "two").mkdir()
-    processes.spawn(replaying_rank, args=(port, str(moe_path), str(tmp_path / "two"), rows), nprocs=2)
+    run_on_two(replaying_rank, str(moe_path), str(tmp_path / "two"), rows)
     answers = [torch.load(tmp_path / "two" / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
     two = answers[0]["metrics"]
-    alone = trainer(moe_path, tmp_path / "one", **RANKS)
+    alone = trainer(moe_path, tmp_path / "one", **TWO)
     one, _ = alone.step_on(1, rows)
     for name in ("loss", "grad_norm", "mean_abs_logprob_delta", "router_agreement", "replay_coverage"):
         assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-7), name

@@ -28,7 +28,8 @@ def listing(folder: Path) -> pl.DataFrame:
 
 
 def list_lines(table: pl.DataFrame) -> list[str]:
-    """A header, a line a run, and under it how often it was gone on with and its error, where there is one.
+    """A header, a line a run, and under it, where there is any: how often it was gone on with, guessed last calls,
+    rollouts that ended early, its error.
 
     The lines of runs whose names have at most 20 letters fit a terminal of 80 columns.
     """
@@ -40,9 +41,19 @@ def list_lines(table: pl.DataFrame) -> list[str]:
         lines.append(_line(cells, widths, _NUMBERS))
         resumed = f"resumed {row['resumed']} ×" if row["resumed"] else ""
         error = " ".join((row["error"] or "").split())[:160]
-        if resumed or error:
-            lines.append("  " + "; ".join(filter(None, (resumed, error))))
+        if said := [*filter(None, (resumed, *_remarks(row), error))]:
+            lines.append("  " + "; ".join(said))
     return lines
+
+
+def _remarks(row: dict[str, Any]) -> list[str]:
+    """What has a vote and may not be what one thinks; nothing where there is none of it."""
+    told = []
+    if row["guessed"]:
+        told.append(f"last calls guessed in {row['guessed']:,} of {row['rollouts'] - row['rejected']:,} valid rollouts")
+    if row["ended_early"]:
+        told.append(f"{row['ended_early']:,} of {row['rollouts']:,} rollouts ended early")
+    return told
 
 
 def _names(table: pl.DataFrame) -> list[str]:

@@ -25,7 +25,7 @@ from workbench.errors import RecipeError, RunStoreError, SetupError
 from workbench.finalizer.messages import FinalizedGroup
 from workbench.finalizer.metrics import pool_metrics
 from workbench.finalizer.stored import read_group
-from workbench.places import as_word
+from workbench.places import as_word, refuse_shipped
 from workbench.recipe_schema import Recipe
 from workbench.runs.condition import broken_status
 from workbench.runs.frames import read_parts
@@ -48,6 +48,7 @@ def resumable(run_dir: Path, overrides: Sequence[str] = ()) -> Recipe:
     and one that has taken all its steps; RecipeError for an override of what must stay.
     """
     run = runs.open(run_dir)
+    refuse_shipped(run_dir, "workbench run cpu_smoke begins a run of your own")
     state, _ = run.campaign.select("state", "error").row(0)
     if state == "running":
         raise RunStoreError(f"{run_dir} is still running: another process writes it. Next: wait for it, or stop it.")

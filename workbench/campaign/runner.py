@@ -39,7 +39,7 @@ from workbench.campaign.run_place import alone_in, new_run_dir
 from workbench.campaign.summary import Summary, summarise
 from workbench.campaign.terminal import tell
 from workbench.errors import RecipeError, RunStoreError, SetupError
-from workbench.places import as_word, shipped
+from workbench.places import as_word, refuse_shipped, shipped
 from workbench.recipe_schema import Recipe
 from workbench.runs.condition import ENDED, read_status
 from workbench.runs.frames import scan_lines
@@ -143,6 +143,8 @@ def report(run_dir: Path) -> Path:
     from workbench import runs
 
     runs.open(run_dir)
+    copied = f"cp -r {as_word(run_dir)} recorded && workbench report recorded"
+    refuse_shipped(run_dir, f"make the report of a copy: {copied}")
     _refuse_read_only(run_dir, "its report lies in it", "report")
     with alone_in(run_dir):
         result = _execute(run_dir, {"run_dir": str(run_dir.resolve())}, live=False)

@@ -19,11 +19,11 @@ from workbench.campaign.learned import reward_rise
 from workbench.campaign.notebook_file import Outcome
 from workbench.campaign.rejected import commonest
 from workbench.inspect.causes import in_words
-from workbench.inspect.custody import guessed, guessed_words
+from workbench.inspect.custody import guessed_words
 from workbench.places import as_word
-from workbench.runs.early import count_early, early_words
+from workbench.runs.early import MANY, count_early, early_remark
 from workbench.runs.refused import refused_words
-from workbench.runs.shelf import finished_rollouts, token_in_rates
+from workbench.runs.shelf import finished_rollouts, guessed, token_in_rates
 from workbench.runs.tokens import at_equal_weights
 
 _SHOWN_REJECTIONS = 12
@@ -100,6 +100,7 @@ class Summary:
             *(self._why_nothing_was_trained() if self.nothing_trained else []),
             *([f"  error                      {self.error}"] if self.error else []),
             *([f"  resumed                    {self.resumed} × (the time is since then)"] if self.resumed else []),
+            *self._remarks(),
             f"  notebook                   {self.notebook}",
             f"  page                       {self.html}",
             f"  optimiser steps            {self.steps}{self._taken_without_a_line()}, "
@@ -107,11 +108,6 @@ class Summary:
             f"  groups                     {self.groups}, rows in every group: {rows}",
             f"  rollouts                   {self.valid_rollouts} of {self.rollouts} valid, {self.calls} calls"
             + (f" and {self.unfinished_calls} of unfinished ones" if self.unfinished_calls else ""),
-            *(
-                [f"  ended early                {early_words(self.ended_early, self.rollouts)}"]
-                if self.ended_early
-                else []
-            ),
             *self._what_was_refused(),
             f"  token_in_rate              {_dash(self.token_in_rate, '.4g')}",
             f"  token_in_rate_after_roots  {_dash(self.token_in_rate_after_roots, '.4g')}",
@@ -120,7 +116,6 @@ class Summary:
                 if self.echo_wrong_rows is None
                 else [f"  token-echo arm             {self.echo_wrong_rows} of {self.valid_rollouts} valid rows wrong"]
             ),
-            *([f"  terminals guessed          {self.guessed}"] if self.guessed else []),
             f"  sampler–trainer proofs     {agreed}",
             f"  mean |Δ log-prob|          {_dash(self.mean_abs_logprob_delta, '.4f')} nat over "
             f"{self.trained_tokens:,} tokens",
@@ -151,6 +146,16 @@ class Summary:
         said = next((row for row in self.refused if row["message"] and row["rollout_id"]), None)
         example = [f"                             {said['rollout_id']}: {said['message']}"] if said else []
         return [f"  refused requests           {self.refused_words}", *example]
+
+    def _remarks(self) -> list[str]:
+        """What a reader must know before the numbers; in capitals where it is about many rollouts."""
+        told = []
+        if self.guessed:
+            told.append(("last calls guessed", self.guessed, (self.heuristic_fraction or 0.0) > MANY))
+        if early := sum(self.ended_early.values()):
+            words = early_remark(self.ended_early, self.rollouts)
+            told.append(("ended early", words, early > MANY * self.rollouts))
+        return [f"  {label.upper() if loud else label:<27}{words}" for label, words, loud in told]
 
     def _taken_without_a_line(self) -> str:
         return f" and {self.unrecorded_steps} taken whose weights were not out" if self.unrecorded_steps else ""

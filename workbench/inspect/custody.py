@@ -14,6 +14,7 @@ import polars as pl
 
 from workbench.inspect.causes import explain, in_words
 from workbench.inspect.ids import short_id
+from workbench.runs.shelf import guessed
 
 State = Literal["verified", "rejected", "open", "unknown"]
 
@@ -89,11 +90,6 @@ def custody_of_call(rollout: dict[str, Any] | None, calls: pl.DataFrame, call_id
     words = RELATION_WORDS.get(found["relation"][0], found["relation"][0])
     digest = found["cumulative_hash"][0] if "cumulative_hash" in found.columns else None
     return Custody("open", f"not in the training row: {words}", None if digest is None else str(digest)[:8])
-
-
-def guessed(rollouts: pl.DataFrame) -> pl.DataFrame:
-    """The valid rollouts whose last call nobody named: the parent links chose it."""
-    return rollouts.filter((pl.col("sample_mask") == 1) & (pl.col("terminal_selection") == "heuristic"))
 
 
 def guessed_words(rollouts: pl.DataFrame, calls: pl.DataFrame) -> str | None:

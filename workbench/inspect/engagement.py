@@ -3,12 +3,15 @@
 Five things are looked for: the start-up probe read its two staged calls back; calls were acknowledged as staged; their
 deltas came out of TransferQueue again when their groups were finalised; no finished rollout has an empty manifest; and
 of the first verified rollout the trained row's tokens hash to what its terminal call promised.
-Invariant: the verdict is `engaged` only when all of them hold, and `NOT on` only where one speaks against it.
+Invariant: the verdict is `engaged` only when all of them hold, and `NOT on` only where one speaks against it. What
+holds for some of the calls or rollouts is `partly`, never `yes`: capture works, and something was still lost.
+Beside it stands what has a vote and may not be what one thinks (`remarks`).
 Not here: verifying every digest (campaign.verify_run).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +20,11 @@ import polars as pl
 
 from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
+from workbench.inspect.custody import guessed_words
 from workbench.inspect.ids import check_run, short_id
 from workbench.inspect.snapshot import StaticView
+from workbench.runs.early import MANY, count_early, early_remark
+from workbench.runs.shelf import guessed
 from workbench.wire import Cause, hash_token_ids
 
 _ECHO_CHARACTERS = 160
@@ -27,11 +33,20 @@ NONE_VERIFIED = "no rollout was verified"
 
 @dataclass(frozen=True)
 class Evidence:
-    """One thing looked for. `holds` is None where it cannot be told yet."""
+    """One thing looked for. `holds` is None where it cannot be told yet; `whole` is False where it holds for some of
+    what was counted and not for all."""
 
     what: str
     found: str
     holds: bool | None
+    whole: bool = True
+
+    @property
+    def mark(self) -> str:
+        """`yes`, `partly`, `NO` or `not shown`."""
+        if not self.holds:
+            return "not shown" if self.holds is None else "NO"
+        return "yes" if self.whole else "partly"
 
 
 class Engagement(StaticView):
@@ -56,7 +71,8 @@ class Engagement(StaticView):
             return "Capture is off: this is a run of the token-echo arm, nothing is staged"
         missing = [each.what for each in self.evidence if not each.holds]
         if not missing:
-            return "Capture is on: " + ", ".join(f"{each.what} {each.found}" for each in self.evidence[1:4])
+            gaps = "" if all(each.whole for each in self.evidence) else ", but not for everything"
+            return f"Capture is on{gaps}: " + ", ".join(f"{each.what} {each.found}" for each in self.evidence[1:4])
         unknown = all(each.holds is None for each in self.evidence if not each.holds)
         if unknown and self.evidence[-1].found == NONE_VERIFIED:
             return (
@@ -65,17 +81,33 @@ class Engagement(StaticView):
         return f"Capture is {'not shown to be on yet' if unknown else 'NOT on'}: {', '.join(missing)}"
 
     def html(self) -> str:
-        marks = {True: "yes", False: "NO", None: "not shown"}
         rows: list[list[markup.Cell | str]] = [
-            [each.what, markup.Cell(marks[each.holds], strong=each.holds is False), each.found]
+            [each.what, markup.Cell(each.mark, strong=each.mark in ("NO", "partly")), each.found]
             for each in self.evidence
         ]
         parts = [markup.line(self.sentence(), strong=True)]
+        parts += [markup.line(words, strong=loud) for words, loud in self.remarks()]
         if rows:
             parts.append(markup.table(("evidence", "holds", "found"), rows))
+            if lost := self._not_staged():
+                parts.append(markup.line(lost))
         if self.echo:
             parts.append(markup.table(("call of that chain", "what the policy said"), self.echo, mono=True))
         return markup.block(*parts)
+
+    def remarks(self) -> list[tuple[str, bool]]:
+        """What has a vote and may not be what one thinks: guessed last calls, rollouts that ended early; each with
+        whether it is about many of them."""
+        rollouts: pl.DataFrame = self._run.rollouts
+        told = []
+        if (words := guessed_words(rollouts, self._run.calls)) is not None:
+            share = guessed(rollouts).height / int((rollouts["sample_mask"] == 1).sum())
+            told.append((f"Guessed: {words}.", share > MANY))
+        early = count_early(rollouts["ended_early"])
+        if early:
+            share = sum(early.values()) / rollouts.height
+            told.append((f"Ended early: {early_remark(early, rollouts.height)}.", share > MANY))
+        return told
 
     def _probe(self) -> Evidence:
         started = self._run.events.filter(pl.col("kind").is_in(["started", "serving"]))
@@ -94,24 +126,39 @@ class Engagement(StaticView):
         asked = calls.filter(pl.col("staging").is_not_null())
         fetched = int((asked["staging"] == "fetched").sum())
         token_in, roots = (int((calls["mode"] == mode).sum()) for mode in ("token_in", "text"))
-        after_roots = f", after roots {token_in / (calls.height - roots):.4g}" if calls.height > roots else ""
+        after = calls.height - roots
+        after_roots = f", after roots {token_in / after:.4g} ({token_in:,} of {after:,})" if after else ""
         rate = f"{token_in / calls.height:.4g}{after_roots}" if calls.height else "no call yet"
         return [
-            Evidence("calls staged", f"{staged:,} of {calls.height:,}", staged > 0 if calls.height else None),
+            Evidence(
+                "calls staged",
+                f"{staged:,} of {calls.height:,}",
+                staged > 0 if calls.height else None,
+                staged == calls.height,
+            ),
             Evidence(
                 "writes seen in TransferQueue",
                 f"{fetched:,} of {asked.height:,} deltas read back",
                 fetched > 0 if asked.height else None,
+                fetched == asked.height,
             ),
-            Evidence("token_in_rate", rate, token_in > 0 if calls.height > roots else None),
+            Evidence("token_in_rate", rate, token_in > 0 if after else None, token_in == after),
         ]
+
+    def _not_staged(self) -> str:
+        """Why calls were not staged, by their codes, the most frequent first; empty where all were."""
+        left = self._run.calls.filter(pl.col("disposition") != "staged")
+        counts = Counter(left["failure_reason"].fill_null("no reason on record").to_list()).most_common()
+        reasons = ", ".join(f"{reason} {number:,}" for reason, number in counts)
+        return f"{markup.count(left.height, 'call')} not staged: {reasons}. They are in no row." if counts else ""
 
     def _manifests(self) -> Evidence:
         rollouts: pl.DataFrame = self._run.rollouts
         empty = bool((rollouts["cause"] == Cause.EMPTY_MANIFEST.value).any())
         with_calls = int((rollouts["calls"] > 0).sum())
         found = f"{with_calls:,} of {rollouts.height:,} rollouts have calls on record"
-        return Evidence("manifests are not empty", found, False if empty else True if with_calls else None)
+        holds = False if empty else True if with_calls else None
+        return Evidence("manifests are not empty", found, holds, with_calls == rollouts.height)
 
     def _first_chain(self) -> Evidence:
         what = "first verified chain"

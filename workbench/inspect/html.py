@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import html as _html
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 
 _FONT = "font-family:ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace"
 _CELL = "padding:3px 10px 3px 0;text-align:left;vertical-align:top;border:none"
@@ -43,17 +44,38 @@ def line(text: str, *, muted: bool = False, strong: bool = False) -> str:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Cell | str]], *, mono: bool = False) -> str:
-    """A table with a header; strings become plain cells."""
-    head = "".join(_head(name) for name in header)
+    """A table with a header; strings become plain cells. A head stands over its numbers on their side."""
+    rows = [list(row) for row in rows]
+    right = {at for row in rows for at, cell in enumerate(row) if isinstance(cell, Cell) and cell.right}
+    head = "".join(_head(name, right=at in right) for at, name in enumerate(header))
     body = "".join(f"<tr>{''.join(_cell(cell) for cell in row)}</tr>" for row in rows)
     style = f"border-collapse:collapse;font-size:12.5px;line-height:1.45;margin:6px 0;{_FONT if mono else ''}"
     return f'<table style="{style}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
-def _head(name: str) -> str:
+def legend(meanings: Mapping[str, str]) -> str:
+    """What the words of a table or a picture mean, under it: a word in bold, its meaning behind it."""
+    said = " · ".join(f"<b>{escape(word)}</b>: {escape(meaning)}" for word, meaning in meanings.items())
+    return f'<div style="margin:4px 0;font-size:12.5px;opacity:.8">{said}</div>'
+
+
+def one_format(values: Iterable[float | None], spec: str) -> str:
+    """`spec` (".4f") for the numbers of a column, or a scientific one for all of them where `spec` would leave one that
+    is not 0 with less than two digits."""
+    sizes = [abs(value) for value in values if value and isfinite(value)]
+    return ".1e" if sizes and min(sizes) < 10.0 ** (1 - int(spec[1:-1])) else spec
+
+
+def number(value: float, spec: str) -> str:
+    """A number in its column's format; zero is 0, without a sign or an exponent."""
+    return format(value, spec) if value or spec[-1] != "e" else "0"
+
+
+def _head(name: str, *, right: bool) -> str:
     # A browser breaks a line behind each bar of |Δ|, and no-break spaces do not keep it from that.
     whole = ";white-space:nowrap" if "|" in name else ""
-    return f'<th style="{_CELL};border-bottom:1px solid rgba(128,128,128,.5){whole}">{escape(name)}</th>'
+    style = _RIGHT if right else _CELL
+    return f'<th style="{style};border-bottom:1px solid rgba(128,128,128,.5){whole}">{escape(name)}</th>'
 
 
 def _breakable(text: str) -> str:

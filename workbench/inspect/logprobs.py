@@ -47,6 +47,14 @@ _REACH = 2
 """Sampled tokens by which a shift is looked for."""
 LABELS = {"shift_by_one": "shift", "temperature": "temperature", "truncated_support": "truncated support"}
 """Detectors, as a reader finds them named."""
+_NUMBERS = ("mean", "mean_abs", "median_abs", "p99_abs", "max_abs", "token_mult_prob_error", "gen_kl_error")
+_MEANINGS = {
+    "Δ": "trainer's − sampler's log-prob of a sampled token, in nat",
+    "median, p99, max": "of |Δ|; 99 of 100 tokens lie below p99",
+    "token_mult_prob_error": "mean of exp |Δ|: the difference as a factor, 1 at best",
+    "gen_kl_error": "mean of exp Δ − Δ − 1: an estimate of KL(sampler ‖ trainer), 0 at best",
+}
+"""What stands under the table."""
 SUSPICIONS = {
     "shift_by_one": "The trainer found its log-probs shifted by one token against the sampler's",
     "temperature": "The trainer found the sampler sharper or flatter than itself: one of them scaled its logits by a "
@@ -252,7 +260,7 @@ class LogprobDelta(LiveView):
         parts = [markup.line(self.sentence(), strong=True)]
         if n.tokens == 0:
             return markup.block(*parts)
-        rows = [self._numbers_row(name, delta_numbers(part["delta"].to_numpy())) for name, part in self.parts()]
+        rows = self._numbers_rows()
         header = (
             "tokens of",
             "count",
@@ -265,6 +273,7 @@ class LogprobDelta(LiveView):
             "gen_kl_error",
         )
         parts.append(markup.table(header, rows))
+        parts.append(markup.legend(_MEANINGS))
         parts.append(markup.line(self._said_of_equal(), muted=True))
         for verdict in self.verdicts:
             words = f"{LABELS[verdict.name]}: {verdict.words}"
@@ -288,11 +297,17 @@ class LogprobDelta(LiveView):
             return f"No token is at equal weights ({meaning}): {steps}."
         return f"At equal weights: {markup.count(self.equal.height, 'token')}, {meaning}; the other {steps}."
 
-    @staticmethod
-    def _numbers_row(name: str, n: DeltaNumbers) -> list[markup.Cell | str]:
-        cells: list[markup.Cell | str] = [name, markup.Cell(f"{n.tokens:,}", right=True)]
-        values = (n.mean, n.mean_abs, n.median_abs, n.p99_abs, n.max_abs, n.token_mult_prob_error, n.gen_kl_error)
-        return [*cells, *(markup.Cell(f"{value:.5f}", right=True) for value in values)]
+    def _numbers_rows(self) -> list[list[markup.Cell | str]]:
+        rows = [(name, delta_numbers(part["delta"].to_numpy())) for name, part in self.parts()]
+        specs = {name: markup.one_format((getattr(n, name) for _, n in rows), ".5f") for name in _NUMBERS}
+        return [
+            [
+                label,
+                markup.Cell(f"{n.tokens:,}", right=True),
+                *(markup.Cell(markup.number(getattr(n, name), spec), right=True) for name, spec in specs.items()),
+            ]
+            for label, n in rows
+        ]
 
     def _worst(self) -> list[list[markup.Cell | str]]:
         return [

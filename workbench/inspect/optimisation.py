@@ -35,6 +35,8 @@ from workbench.inspect.style import (
 )
 
 _SHOWN = 40
+_SMALL = 1e-3
+"""An axis that ends below is marked in one format, 4.0e-05 and 1.0e-04, throughout."""
 _TICKS, _WORDS = 6, 24
 """Steps that are named under a panel of half the width, and characters of a line in it."""
 _RATIO = tuple(f"probs_ratio_p{q:02d}" for q in (1, 5, 50, 95, 99))
@@ -54,6 +56,28 @@ _COLUMNS = (
     ("loss_tokens", "tokens in the loss", ",d"),
 )
 """Column of `run.steps`, its head in the table, its format."""
+_MEANINGS = {
+    "clip_fraction": ("clipped", "share of the tokens in the loss that clipping left without a policy gradient"),
+    "probs_ratio_p50": (
+        "ratio",
+        "probability of a sampled token, trainer over sampler; 1% of the tokens lie below p01, and 1% above p99",
+    ),
+    "approx_entropy": (
+        "entropy",
+        "mean of −log-prob over the sampled tokens; it moves with the tasks of a step too, and one that falls "
+        "throughout means that the policy narrows",
+    ),
+    "advantage_abs_mean": ("|A|", "size of the advantages; 0: the rewards of each group are equal, nothing is taught"),
+    "token_lag_mean": ("lag", "weight versions between the sampling of a token and the step that trains it"),
+    "gen_kl_error": (
+        "KL to sampler",
+        "estimate of KL(sampler ‖ trainer) over the sampled tokens (gen_kl_error); 0 where both agree",
+    ),
+    "kl_penalty": ("KL to reference", "estimate of KL(policy ‖ reference), which the loss is charged with"),
+}
+"""Column of `run.steps`, the word that needs one, its meaning: what stands under the table."""
+_SIZES = ("gen_kl_error", "kl_penalty")
+"""Columns whose numbers may be of any size: one format that shows all of them."""
 _OTHERS = ("optimizer_stepped", "off_policy_rows", "disagreeing_rows", "probs_ratio_p05", "probs_ratio_p95")
 
 
@@ -277,6 +301,8 @@ class Optimisation(StaticView):
         if self.missing("kl_penalty") is None:
             self._line(ax, "kl_penalty", second=True, label="to reference")
             ax.autoscale(axis="y")
+        if ax.get_ylim()[1] < _SMALL:
+            ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.1e}" if value else "0"))
 
     def html(self) -> str:
         parts = [markup.line(self.sentence(), strong=True)]
@@ -288,11 +314,17 @@ class Optimisation(StaticView):
         unknown = [] if self.train else ["the bounds, since the run's recipe cannot be read"]
         columns = [column for column in _COLUMNS if self.missing(column[0]) is None]
         unknown += [f"{head}: {why}" for name, head, _ in _COLUMNS if (why := self.missing(name)) is not None]
+        shown = self.steps.tail(_SHOWN)
+        columns = [
+            (name, head, markup.one_format(shown[name], spec) if name in _SIZES else spec)
+            for name, head, spec in columns
+        ]
         rows = [
             [markup.Cell(str(row["step"]), right=True), *(_cell(row[name], spec) for name, _, spec in columns)]
-            for row in self.steps.tail(_SHOWN).to_dicts()
+            for row in shown.to_dicts()
         ]
         parts.append(markup.table(("step", *(head for _, head, _ in columns)), rows))
+        parts.append(markup.legend(dict(_MEANINGS[name] for name, _, _ in columns if name in _MEANINGS)))
         if self.steps.height > _SHOWN:
             parts.append(markup.line(f"The last {_SHOWN} of {self.steps.height:,} steps", muted=True))
         if unknown:
@@ -303,4 +335,4 @@ class Optimisation(StaticView):
 def _cell(value: float | int | None, spec: str) -> markup.Cell:
     if value is None:
         return markup.Cell("–", right=True, muted=True)
-    return markup.Cell(format(int(value) if spec.endswith("d") else value, spec), right=True)
+    return markup.Cell(markup.number(int(value) if spec.endswith("d") else value, spec), right=True)

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+MANY = 0.1
+"""A larger share of the rollouts than this is said loudly, here and of guessed last calls."""
+
 
 def early_reason(said: str) -> str:
     """What `ended_early` is counted by: what stands before its first colon."""
@@ -23,3 +26,12 @@ def early_words(counts: Mapping[str, int], rollouts: int) -> str:
     """`12 of 96 rollouts: window full (12)`."""
     reasons = ", ".join(f"{reason} ({count:,})" for reason, count in counts.items())
     return f"{sum(counts.values()):,} of {rollouts:,} rollouts: {reasons}"
+
+
+def early_remark(counts: Mapping[str, int], rollouts: int) -> str:
+    """The same, with what it means and what to do."""
+    window = counts.get("window full")
+    cure = (
+        "a larger model.max_model_len, or agents that say less" if window else "look at one: workbench inspect RUN ID"
+    )
+    return f"{early_words(counts, rollouts)}. They train as far as they came. Next, if not meant: {cure}"

@@ -27,6 +27,9 @@ COLUMNS = {
     "token_in_rate": pl.Float64,  # of a campaign's finished rollouts: all calls, roots and failed ones too
     "token_in_rate_after_roots": pl.Float64,
     "rejected": pl.Int64,  # rollouts without a vote
+    "rollouts": pl.Int64,
+    "guessed": pl.Int64,  # valid rollouts whose last call nobody named
+    "ended_early": pl.Int64,
     "started_at": pl.Float64,  # Unix time, s
     "error": pl.String,
     "path": pl.String,
@@ -61,6 +64,11 @@ def finished_rollouts(run: reader.Run) -> pl.DataFrame:
     return run.rollouts.filter(pl.col("group_id").is_in(finished))
 
 
+def guessed(rollouts: pl.DataFrame) -> pl.DataFrame:
+    """The valid rollouts whose last call nobody named: the parent links chose it."""
+    return rollouts.filter((pl.col("sample_mask") == 1) & (pl.col("terminal_selection") == "heuristic"))
+
+
 def token_in_rates(calls: pl.DataFrame) -> dict[str, float | None]:
     """How many of `calls` went on from recorded tokens, of all of them and of those after a rollout's first."""
     token_in, roots = (int((calls["mode"] == mode).sum()) for mode in ("token_in", "text"))
@@ -85,6 +93,9 @@ def _read(run: reader.Run) -> dict[str, Any]:
         "reward": _valid_mean(rollouts) if served else steps.sort("step")["reward_mean"][-1] if steps.height else None,
         **token_in_rates(calls),
         "rejected": int((rollouts["sample_mask"] == 0).sum()),
+        "rollouts": rollouts.height,
+        "guessed": guessed(rollouts).height,
+        "ended_early": rollouts["ended_early"].count(),
         "started_at": campaign["started_at"],
         "error": campaign["error"] or in_short(run.damage, run.path).removeprefix(" · ") or None,
         "path": str(run.path),

@@ -141,15 +141,3 @@ def float32_array(values: Floats, what: str = "floats") -> np.ndarray:
 def big_endian(column: np.ndarray) -> np.ndarray:
     """The same column with its memory big-endian and contiguous: uint64 becomes `>u8`, float32 becomes `>f4`."""
     return np.ascontiguousarray(column, dtype=_BIG_ENDIAN[column.dtype])
-
-
-def encode_token_ids(values: TokenIds) -> bytes:
-    """`u64(count)` then `u64` each."""
-    column = token_array(values)
-    return _U64.pack(column.size) + big_endian(column).tobytes()
-
-
-def encode_float32(values: Floats, what: str = "floats") -> bytes:
-    """`u64(count)` then each value as big-endian float32."""
-    column = float32_array(values, what)
-    return _U64.pack(column.size) + big_endian(column).tobytes()

@@ -41,6 +41,7 @@ FAMILIES: dict[str, tuple[Exhibit, ...]] = {
     "drift": DRIFT,
     "verification": VERIFICATION,
 }
+_PLACES = [(family, index) for family, exhibits in FAMILIES.items() for index in range(len(exhibits))]
 _NO_ROUTES = "concerns the routed experts of a mixture-of-experts model, which the scripted policy is not"
 UNREACHED: dict[Cause, str] = {
     Cause.WRONG_MODEL_CALL_ID: "a stored call under another id is found before, as snapshot_identity_mismatch",
@@ -87,11 +88,10 @@ class Gallery:
 @contextlib.asynccontextmanager
 async def open_gallery(path: Path | None = None) -> AsyncIterator[Gallery]:
     """Play every exhibit, a family a group, and open the run that they leave."""
-    hung = [(family, index, exhibit) for family, exhibits in FAMILIES.items() for index, exhibit in enumerate(exhibits)]
     script = [
-        {**line, "rollout": _plan(family, index, exhibit).rollout_id}
-        for family, index, exhibit in hung
-        for line in exhibit.script
+        {**line, "rollout": _plan(family, index).rollout_id}
+        for family, index in _PLACES
+        for line in FAMILIES[family][index].script
     ]
     script.append({"text": "It rains."})  # a request that continues nothing on record is served without a rollout
     sink = FaultySink()
@@ -134,7 +134,7 @@ async def _hang(bench: Bench, player: RolloutPlayer, family: str) -> list[dict[s
     outcomes: list[RolloutOutcome] = []
     replaced: dict[str, StagedCall] = {}
     for index, exhibit in enumerate(FAMILIES[family]):
-        outcome = await player.play(_plan(family, index, exhibit))
+        outcome = await player.play(_plan(family, index))
         if exhibit.spoil is not None:
             fetched = await bench.fetch([outcome])
             calls = [call for call in fetched.values() if isinstance(call, StagedCall)]
@@ -170,9 +170,15 @@ def _finding(family: str, exhibit: Exhibit, outcome: RolloutOutcome, summary: Ro
     }
 
 
-def _plan(family: str, index: int, exhibit: Exhibit) -> RolloutPlan:
-    task = Task(exhibit.cause.value, 0, {"family": family, "index": index})
+def _plan(family: str, index: int) -> RolloutPlan:
+    task = _task(_PLACES.index((family, index)))
     return RolloutPlan(run="gallery", group=list(FAMILIES).index(family), index=index, attempt=0, task=task)
+
+
+def _task(seed: int) -> Task:
+    """The exhibit of that number, round and round."""
+    family, index = _PLACES[seed % len(_PLACES)]
+    return Task(FAMILIES[family][index].cause.value, seed, {"family": family, "index": index})
 
 
 class _Stage:
@@ -185,12 +191,12 @@ class _Stage:
         self._bench = bench
 
     def task(self, seed: int) -> Task:
-        raise NotImplementedError("exhibits are played by name")
+        return _task(seed)
 
     async def run(self, client: openai.AsyncOpenAI, model: str, task: Task, rng: random.Random) -> AgentResult:
         family, index = task.data["family"], task.data["index"]
         exhibit = FAMILIES[family][index]
-        hand = Hand(self._bench, _plan(family, index, exhibit).rollout_id, client)
+        hand = Hand(self._bench, _plan(family, index).rollout_id, client)
         await exhibit.agent(hand)
         # Where a spoiler decides about the last call, no response stands in its way.
         return AgentResult(response=None if exhibit.spoil is not None else hand.last, transcript=[])
@@ -201,7 +207,7 @@ class _Stage:
 
 def _tamper_acknowledgements(bench: Bench) -> None:
     changes = {
-        _plan(family, index, exhibit).rollout_id: _TAMPERED[exhibit.cause]
+        _plan(family, index).rollout_id: _TAMPERED[exhibit.cause]
         for family, exhibits in FAMILIES.items()
         for index, exhibit in enumerate(exhibits)
         if exhibit.cause in _TAMPERED
