@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
-import httpx
 import numpy as np
 import openai
 import pytest
@@ -214,24 +213,15 @@ async def test_what_the_engine_would_serve_as_an_empty_message_is_refused(road: 
 
         empty = await tokens({"role": "user", "content": ""})
         assert await tokens({"role": "user", "text": "a long question, which nobody reads"}) == empty
-    long = "a long answer, which nobody reads"
-    block = {"type": "tool_result", "tool_use_id": "t1", "output": long}
-    parts = [{"type": "output_text", "text": long, "annotations": []}] * 2
-    answer = {"type": "message", "role": "assistant", "id": "m1", "status": "completed", "content": parts}
-    unread: list[tuple[str, dict[str, Any]]] = [
-        ("chat/completions", {"messages": [{"role": "user", "text": long}]}),
-        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "content": long}]}]}),
-        ("responses", {"input": [{"role": "user", "content": "hi"}, answer, {"role": "user", "content": "and?"}]}),
-        ("messages", {"max_tokens": 9, "messages": [{"role": "user", "content": [block]}]}),
-    ]
-    async with httpx.AsyncClient(timeout=60.0) as agent:
-        for path, body in unread:
-            served = await agent.post(f"{road.url}/v1/{path}", json={"model": "policy"} | body)
-            assert served.status_code == 200, (path, served.text)  # of the engine itself
-            refused = await agent.post(f"{road.url}/ng-rollout/road.unread/v1/{path}", json={"model": "policy"} | body)
-            error = refused.json()["error"]
-            assert (refused.status_code, error["code"]) == (400, "content_not_read"), refused.text
-            assert " Next: " in error["message"]
+    unread = ({"role": "user", "text": "a long question, which nobody reads"}, {"role": "User", "content": "hi"})
+    async with openai.AsyncOpenAI(
+        base_url=f"{road.url}/ng-rollout/road.unread/v1", api_key="unused", max_retries=0
+    ) as agent:
+        for message in unread:
+            asked: Any = {"model": "policy", "messages": [message]}
+            with pytest.raises(openai.BadRequestError, match=r"Message 0 .* Next: ") as refused:
+                await agent.chat.completions.create(**asked)
+            assert refused.value.code == "content_not_read"
 
 
 async def test_an_edited_history_is_masked_with_its_cause_and_the_group_keeps_n_rows(road: Road) -> None:
