@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import polars as pl
 import pytest
+import pytest_asyncio
 from safetensors.torch import load_file
 from train.samples import MemoryRows
 
@@ -103,19 +104,18 @@ class LocalFleet:
         pass
 
 
-@pytest.fixture
-def go_on(tmp_path, tiny_model, monkeypatch):
+@pytest.fixture(scope="module")
+def go_on(tmp_path_factory, tiny_model):
     """A function that makes a run of four stored, untrained groups and resumes it until its worker dies, if it does."""
 
     async def nothing(*_):
         await asyncio.sleep(0)
         return {}
 
-    monkeypatch.setattr(Sweeper, "run", nothing)
-    monkeypatch.setattr(Sweeper, "finish", nothing)
+    folder = tmp_path_factory.mktemp("runs")
 
     async def resume(name, *overrides, dies_at=None):
-        run_dir = tmp_path / name
+        run_dir = folder / name
         if not run_dir.exists():
             shutil.copytree(recorded_run(), run_dir)
             shutil.rmtree(run_dir / "train")
@@ -135,7 +135,18 @@ def go_on(tmp_path, tiny_model, monkeypatch):
             assert dies_at is not None
         return runs.open(run_dir), fleets[0].worker_object.versions
 
-    return resume
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Sweeper, "run", nothing)
+        patch.setattr(Sweeper, "finish", nothing)
+        yield resume
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def whole(go_on):
+    """The run that nothing stopped, which writes no checkpoint."""
+    run, versions = await go_on("whole", "checkpoint.every=0")
+    assert versions == [1, 2, 3, 4]
+    return run
 
 
 def events(run, kind):
@@ -148,15 +159,14 @@ def final_weights(run):
 
 
 @pytest.mark.parametrize("every", [0, 1, 2])
-async def test_a_run_that_died_in_a_sync_goes_on_to_the_same_weights(go_on, every):
-    whole, versions = await go_on("whole", f"checkpoint.every={every}")
-    assert versions == [1, 2, 3, 4]
-    died, versions = await go_on("stopped", f"checkpoint.every={every}", dies_at=3)
+async def test_a_run_that_died_in_a_sync_goes_on_to_the_same_weights(go_on, whole, every):
+    stopped = f"stopped-{every}"
+    died, versions = await go_on(stopped, f"checkpoint.every={every}", dies_at=3)
     assert versions == [1, 2] and died.campaign["state"].to_list() == ["failed"]
     # Step 3 was taken, and nothing of it is recorded but its part.
     assert died.steps["step"].to_list() == [1, 2] and (died.path / "train" / "step-3.parquet").exists()
 
-    run, versions = await go_on("stopped", f"checkpoint.every={every}")
+    run, versions = await go_on(stopped, f"checkpoint.every={every}")
     assert versions == [3, 4]
     resumed = events(run, "resumed")[-1]
     checkpoint = {0: 0, 1: 2, 2: 2}[every]
@@ -173,10 +183,9 @@ async def test_a_run_that_died_in_a_sync_goes_on_to_the_same_weights(go_on, ever
     assert verify_run(run.path).ok and run.status["status"] == "done"
 
 
-async def test_a_finished_run_goes_on_further_from_its_last_checkpoint(go_on):
-    whole, _ = await go_on("whole")
-    await go_on("stopped", "train.steps=2", "checkpoint.every=2")
-    run, versions = await go_on("stopped")
+async def test_a_finished_run_goes_on_further_from_its_last_checkpoint(go_on, whole):
+    await go_on("finished", "train.steps=2", "checkpoint.every=2")
+    run, versions = await go_on("finished")
     assert versions == [2, 3, 4]
     assert events(run, "resumed")[-1]["checkpoint"] == 2 and events(run, "resumed")[-1]["steps_taken_again"] == []
     for name, weight in final_weights(whole).items():

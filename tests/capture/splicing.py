@@ -45,16 +45,7 @@ class Chat:
 
     async def child(self, parent: list[int], messages: list[dict[str, Any]], **kwargs: Any) -> list[int] | tuple:
         """Ids of the child's prompt, or the failure."""
-        admission = CaptureAdmission(
-            rollout_id="r.0.0.0",
-            model_call_id="child",
-            parent_call_id="parent",
-            prev_len=len(parent),
-            mode="token_in",
-            required_prefix_token_ids=parent,
-            parent_chain_hash="0" * 64,
-        )
-        call = TaggedCall(admission)
+        call = TaggedCall(child_of(parent))
         renderer = ScriptedRenderer(self.tokenizer)
         splicer = Splicer(self.tokenizer, self.stops, PrefixStore(None, 1 << 20))
         splicer.install(renderer)
@@ -68,6 +59,19 @@ class Chat:
             assert prompt == {"prompt": self.text(parsed(messages), **kwargs)}, "the agent gets the plain rendering"
             return call.failure
         return prompt["prompt_token_ids"]
+
+
+def child_of(parent: list[int], rollout_id: str = "r.0.0.0") -> CaptureAdmission:
+    """A call that goes on from those ids."""
+    return CaptureAdmission(
+        rollout_id=rollout_id,
+        model_call_id="child",
+        parent_call_id="parent",
+        prev_len=len(parent),
+        mode="token_in",
+        required_prefix_token_ids=parent,
+        parent_chain_hash="0" * 64,
+    )
 
 
 def parsed(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ import pytest
 import pytest_asyncio
 from capture.scripted_worker import TOKEN, Agent, close_clients, text_of
 from capture.speakers import SPEAKERS, through_gateway
+from capture.splicing import child_of
 from capture.templates import QWEN
 
 from workbench import models
@@ -33,7 +34,7 @@ from workbench.serving.door import WORKER_TOKEN_ENV
 from workbench.serving.sampling import SamplingPins
 from workbench.serving.settings import WorkerConfig
 from workbench.serving.worker import PolicyServer
-from workbench.wire import CaptureAdmission, StagedCall
+from workbench.wire import StagedCall
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
@@ -289,16 +290,7 @@ async def test_tool_call_turn_is_spliced_in_vllms_own_renderer(worker: Worker) -
     tools = [{"type": "function", "function": {"name": "search", "parameters": {}}}]
     turn = {"role": "assistant", "content": None, "tool_calls": iter([call])}
     messages = [USER, turn, {"role": "tool", "tool_call_id": "c1", "content": "rain"}]
-    admission = CaptureAdmission(
-        rollout_id="run.7.0.0",
-        model_call_id="child",
-        parent_call_id="parent",
-        prev_len=len(parent),
-        mode="token_in",
-        required_prefix_token_ids=parent,
-        parent_chain_hash="0" * 64,
-    )
-    tagged = TaggedCall(admission)
+    tagged = TaggedCall(child_of(parent, "run.7.0.0"))
     kwargs = {"tools": tools, "add_generation_prompt": True, "continue_final_message": False, "tokenize": False}
     token = current_call.set(tagged)
     try:

@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from chains import Chain
+from test_group import staged_of
 
-from workbench.capture.staging import MemorySink
 from workbench.errors import FinalizerError, RunStoreError, TrainerError
 from workbench.finalizer.group import assemble
 from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome
@@ -62,14 +62,7 @@ async def finalized(chains, settings=DIRECT, dims=None, spoil=None, run_dir=None
         for i, grown in enumerate(chains)
     ]
     request = FinalizationRequest(group_id="g0", weight_version=0, rollouts=outcomes)
-    sink = MemorySink()
-    for grown in chains:
-        for call in grown.staged:
-            sink.stage(call)
-    if spoil:
-        spoil(sink.rows)
-    keys = request.staging_keys()
-    staged = dict(zip(keys, await sink.fetch(keys), strict=True))
+    staged, _ = await staged_of(request, chains, spoil)
     made = assemble(request, staged, 1, settings, dims)
     if run_dir is not None:
         write_group(run_dir, request, staged, made)

@@ -6,17 +6,24 @@ import pytest
 
 from workbench import models
 from workbench.errors import SetupError
+from workbench.serving import vllm_runtime
 from workbench.serving.settings import WorkerConfig
-from workbench.serving.vllm_runtime import on_cpu, parse_serving_arguments, start_engine
+from workbench.serving.vllm_runtime import parse_serving_arguments, start_engine
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
 
 
-@pytest.mark.parametrize(("sampling", "expected"), [({}, None), ({"seed": 3}, False)])
-def test_where_calls_have_seeds_a_cpu_engine_computes_prompts_whole(sampling, expected):
+@pytest.mark.parametrize(
+    ("sampling", "cpu", "expected"),
+    [
+        ({}, True, None),
+        ({"seed": 3}, True, False),
+        ({"seed": 3}, False, None),  # a GPU's generators can be set back: prompts may come in pieces
+    ],
+)
+def test_where_calls_have_seeds_a_cpu_engine_computes_prompts_whole(monkeypatch, sampling, cpu, expected):
     """vLLM 0.32 dies of `CPU Generator does not use offset` where a seeded request's prompt comes in two pieces."""
-    if not on_cpu():
-        pytest.skip("vLLM runs on a GPU here, whose generators can be set back: prompts may come in pieces")
+    monkeypatch.setattr(vllm_runtime, "on_cpu", lambda: cpu)
     config = WorkerConfig(model_path=str(models.build("tiny")), sampling=sampling)
     assert parse_serving_arguments(config).enable_chunked_prefill is expected
     # Whoever knows better says so: further arguments come last.
