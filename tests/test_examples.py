@@ -85,7 +85,7 @@ async def test_the_environment_in_the_documents_is_played_and_scored(tmp_path):
     ("second_turn", "vote", "said"),
     [
         ('"word " * 4000', 1, "window full: Error code: 400 - This model's maximum context length is "),
-        ('{"text": "an object"}', 0, "the agent's call failed: BadRequestError: Error code: 400 - content must be "),
+        ('{"text": "an object"}', 0, "the agent's call failed: BadRequestError: Error code: 400 - Message "),
         # An agent's own words are no sign of a full window.
         ('[{"type": "maximum context length"}, 7]', 0, "the agent's call failed: BadRequestError: Error code: 400 - "),
     ],

@@ -503,7 +503,8 @@ def test_a_run_and_a_rollout_are_described_and_the_list_is_json_for_programs(tmp
     assert said.startswith("Run ") and "rollouts valid" in said
     recorded = runs.open(tmp_path / "run").rollouts
     rollout, rejected = recorded["rollout_id"][0], recorded.drop_nulls("cause")["rollout_id"].to_list()
-    _, header, *listed, following = said.splitlines()
+    _, refused, header, *listed, following = said.splitlines()
+    assert refused == "  refused requests: 4 in 4 rollouts: context_length_exceeded (4)"
     assert header.split() == ["rollout", "calls", "tokens", "reward", "state"] and len(listed) == recorded.height
     assert [line.split()[0] for line in listed[: len(rejected)]] == rejected
     assert listed[0].endswith("rejected: unresolved_parent") and "verified, trained in step 1" in listed[len(rejected)]

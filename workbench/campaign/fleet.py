@@ -23,7 +23,7 @@ from typing import Any
 
 from workbench import dataplane
 from workbench.actors import within
-from workbench.campaign import derived, ray_cluster, refusal_lines
+from workbench.campaign import derived, ray_cluster
 from workbench.campaign.doctor import refuse_unable
 from workbench.campaign.node_check import check_nodes
 from workbench.campaign.part_settings import trainer_config, worker_config
@@ -43,6 +43,7 @@ from workbench.gateway.process import GatewayProcess
 from workbench.gateway.settings import CONTROL_TOKEN, WORKER_TOKEN
 from workbench.models import experts_of
 from workbench.models import resolve as resolve_model
+from workbench.runs.refused import REFUSED_FILE
 
 WORKER_CONCURRENCY = 64
 HURRIED_S = 2.0
@@ -278,7 +279,7 @@ class Fleet:
                 GatewayProcess.start,
                 {
                     "ledger_dir": str(self.run_dir / "ledger"),
-                    "refused_path": None if self._training else str(self.run_dir / refusal_lines.FILE),
+                    "refused_path": str(self.run_dir / REFUSED_FILE),
                     "worker_url": self.policy.urls,
                     **recipe.gateway.model_dump(),
                     "model": "policy",
