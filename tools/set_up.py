@@ -128,14 +128,29 @@ def patiently(command, log):
             return process.wait(timeout=TELL_EVERY_S)
         except subprocess.TimeoutExpired:
             with open(log.name, errors="replace") as written:
-                doing = last_done(written.read())
-            say("%3d s  %.1f GB on disk  %s" % (time.monotonic() - began, size_gb(VENV), doing))
+                text = written.read()
+            say("%3d s  %s%s" % (time.monotonic() - began, how_far(text), last_done(text)))
+
+
+def how_far(log):
+    """How many packages pip has found; while it downloads them nothing arrives in `.venv`, so its size comes later."""
+    if "\nInstalling collected packages" in log:
+        size = size_gb(VENV)
+        return "%.1f GB on disk  " % size if size >= 0.05 else ""
+    found = {plain(name) for name in re.findall(r"^Collecting ([\w.-]+)", log, re.MULTILINE)}
+    return "%d package%s found  " % (len(found), "" if len(found) == 1 else "s") if found else ""
 
 
 def last_done(log):
     """What pip does now, by the last of its lines that says so; its warnings and side remarks are in the log."""
-    done = [line.strip() for line in log.split("\n") if line.startswith(("Collecting ", "Installing ", "Building "))]
-    words = (done or ["starting pip"])[-1].partition(" (")[0]  # for whom, and in what format, is in the log
+    telling = ("Collecting ", "Installing ", "Building ", "Downloading ", "  Downloading ")
+    done = [line.strip() for line in log.split("\n") if line.startswith(telling) and ".metadata" not in line]
+    words = (done or ["starting pip"])[-1]
+    if words.startswith("Downloading"):
+        place, _, size = words.partition(" (")
+        file = place.split("/")[-1].replace("Downloading ", "")
+        return "Downloading %s%s" % ("-".join(file.split("-")[:2]), " (" + size if size else "")
+    words = words.partition(" (")[0]  # for whom, and in what format, is in the log
     if words.startswith("Installing collected"):
         return "installing what was collected"
     if words.startswith("Collecting"):

@@ -176,6 +176,9 @@ class Rollouts(Section):
     with `sampling.seed_each_call` and `train.max_staleness: 0`. null: all rollouts of the groups that run."""
     timeout_s: Seconds = 180.0
     """How long one rollout's agent may take, and then its reward. Longer makes it a placeholder."""
+    require_terminal_witness: bool = False
+    """Whether a rollout has a vote only where something names its last call: the response that the agent left, or
+    `workbench receipt --terminal`. Any other is `missing_terminal`. false lets the parent links guess that call."""
     max_dropped_in_a_row: Positive = 8
     """Groups that may leave one after the other without becoming rows, each replaced by a fresh one. One more ends the
     campaign with their cause: what makes every group leave will not be cured by sampling another one."""

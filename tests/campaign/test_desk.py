@@ -328,6 +328,13 @@ def test_a_receipt_says_that_its_last_call_was_guessed_and_what_was_left_out(
     assert said in verdict_text(Verdict.model_construct(**fields), Path("run"))
 
 
+async def test_a_desk_that_guesses_nothing_asks_for_the_last_call_before_anything_is_closed(tmp_path: Path) -> None:
+    nobody: Any = None
+    desk = ReceiptDesk(tmp_path, nobody, nobody, nobody, named_only=True)
+    with pytest.raises(SetupError, match=r"last call of one, and rollouts\.require_terminal_witness .*--terminal"):
+        await desk.receipt({"rollouts": ["one", "two"]})
+
+
 async def test_what_no_receipt_was_ever_asked_with_and_a_group_that_is_stored_are_refused(tmp_path: Path) -> None:
     store = LedgerStore(tmp_path / "ledger")
     for rollout_id in ("one", "two"):

@@ -18,6 +18,7 @@ import pytest
 from chains import Chain
 
 from workbench.campaign import standstill
+from workbench.campaign.controller import Campaign
 from workbench.campaign.echo_rollouts import EchoPlayer
 from workbench.campaign.environments import AgentResult, Reward, Task
 from workbench.campaign.rollouts import AgentRunner, RolloutPlan, RolloutPlayer
@@ -130,6 +131,31 @@ async def test_an_agent_that_keeps_the_event_loop_is_told_of_and_costs_its_rollo
     assert len(told) == 1 and told[0].startswith(f"the event loop has stood still for 0.5 s at {here}:")
 
 
+@pytest.mark.parametrize("strict", [False, True])
+async def test_a_recipe_may_refuse_a_rollout_whose_last_call_nobody_named(strict: bool) -> None:
+    chain = Chain(PLAN.rollout_id)
+    staged = chain.call()
+
+    class One(Control):
+        async def freeze(self, rollout_id: str) -> dict[str, Any]:
+            records = [record.model_dump(mode="json") for record in chain.records]
+            return {"manifest": {"rollout_id": rollout_id, "records": records, "failures": []}}
+
+    recipe = load_recipe("cpu_smoke", [f"rollouts.require_terminal_witness={str(strict).lower()}"])
+    fleet: Any = SimpleNamespace(gateway_url="http://127.0.0.1:1", control=One(), finalizers=None)
+    campaign: Any = SimpleNamespace(recipe=recipe, fleet=fleet, environment=Scoring(Reward(1.0, {})))
+    player = Campaign._player(campaign)
+    outcome = await player.play(PLAN)
+    await player.close()
+    verdict = verdict_of(outcome, {chain.records[0].staging_key: staged})
+    if strict:
+        assert isinstance(verdict, Rejection) and verdict.cause is Cause.MISSING_TERMINAL
+        assert verdict.detail == "no_response_object"
+    else:
+        assert not isinstance(verdict, Rejection)
+        assert outcome.receipt is not None and outcome.receipt.terminal_selection == "heuristic"
+
+
 @pytest.mark.parametrize("refuses", [False, True])
 async def test_an_answer_that_no_call_gave_is_put_aside_with_what_it_nearly_is(refuses: bool) -> None:
     left = {"choices": [{"message": {"role": "assistant", "content": "It rains.\n"}}]}
@@ -235,6 +261,8 @@ async def test_rewards_that_never_come_cost_their_rollouts_the_vote_and_hold_nob
         (Reward(None), "a Reward whose total is None, expected a finite number"),  # type: ignore[arg-type]
         (Reward(float("nan")), "a Reward whose total is nan (a float), expected a finite number"),
         (Reward(10**400), "expected a finite number"),
+        (Reward(-1e30), "a Reward whose total is -1e+30 (a float), expected a number between -1e+15 and 1e+15"),
+        (Reward(1.0, {"form": 1e308}), "is 1e+308 (a float), expected a number between -1e+15 and 1e+15"),
         (Reward(1.0, None), "a Reward whose components are None, expected a dict of numbers"),  # type: ignore[arg-type]
         (Reward(1.0, [1.0]), "a Reward whose components are [1.0] (a list), expected a dict of numbers"),  # type: ignore[arg-type]
         (Reward(1.0, {"form": float("inf")}), "whose component 'form' is inf (a float), expected a finite number"),

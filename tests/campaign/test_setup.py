@@ -172,7 +172,27 @@ def test_an_installation_says_now_and_then_what_it_is_at(checkout):
     )
     done = beside_set_up(checkout, script)
     *told, code = done.stdout.splitlines()
-    assert told[-1].endswith(" s  0.0 GB on disk  Collecting torch") and code == "code 3"
+    assert told[-1].endswith(" s  1 package found  Collecting torch") and code == "code 3"
+
+
+def test_while_pip_downloads_it_is_told_what_comes_in_and_no_size_of_what_does_not_grow(checkout):
+    logs = (
+        "",
+        "Collecting torch\n  Downloading https://example.org/torch-2.9.0-cp312-none-any.whl.metadata (29 kB)\n",
+        "Collecting torch\n  Downloading https://example.org/torch-2.9.0-cp312-none-any.whl (858.1 MB)\n"
+        "Collecting polars\n  Downloading polars-1.20.0-py3-none-any.whl (30 MB)\n",
+        "Collecting torch\nInstalling collected packages: torch\n",
+    )
+    script = f"for log in {logs!r}: print(set_up.how_far(log) + set_up.last_done(log))\n"
+    script += "set_up.size_gb = lambda folder: 1.23\nprint(set_up.how_far(log) + set_up.last_done(log))"
+    done = beside_set_up(checkout, script)
+    assert done.stdout.splitlines() == [
+        "starting pip",
+        "1 package found  Collecting torch",
+        "2 packages found  Downloading polars-1.20.0 (30 MB)",
+        "installing what was collected",
+        "1.2 GB on disk  installing what was collected",
+    ]
 
 
 def test_what_pip_warns_of_is_not_told_in_place_of_what_it_does(checkout):
@@ -195,6 +215,10 @@ def test_what_pip_warns_of_is_not_told_in_place_of_what_it_does(checkout):
         (
             "Installing build dependencies: finished with status 'done'",
             "Installing build dependencies: finished with status 'done'",
+        ),
+        (
+            "  Downloading https://a.org/torch-2.9.0-cp312-any.whl (858.1 MB)",
+            "Downloading torch-2.9.0 (858.1 MB)",
         ),
     ],
 )

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import polars as pl
+import pytest
 
+from workbench import runs
+from workbench.demo import recorded_ledger, recorded_run
+from workbench.errors import RunStoreError
 from workbench.inspect import echo_pairs, steps_side_by_side
 from workbench.runs.vocabulary import Vocabulary
 
@@ -73,3 +77,22 @@ def test_equal_text_of_other_tokens_is_told_from_equal_tokens():
     told = {(step, metric): (one, other) for step, metric, one, other in steps.rows()}
     assert [told[step, "gen_kl_error"] for step in (1, 2)] == [(0.1, 0.3), (0.2, 0.4)]
     assert told[2, "echo_wrong_rows"] == (1, 1)
+
+
+@pytest.mark.parametrize("compare", [echo_pairs, steps_side_by_side])
+def test_what_are_no_two_runs_is_answered_with_what_was_expected_and_how_to_open_one(compare):
+    recorded, name = runs.open(recorded_run()), compare.__name__
+    with pytest.raises(RunStoreError, match=rf"{name} expected a run, got str; open a run: .*open_any\('reports/a'\)"):
+        compare(recorded, "reports/a")
+    with pytest.raises(RunStoreError, match=rf"{name} expected a run, got NoneType; open a run: runs\.open"):
+        compare(None, recorded)
+    for same in (recorded, runs.open(recorded_run())):
+        with pytest.raises(RunStoreError, match=rf"{name} expected two runs, got demo twice\. Next: {name}\("):
+            compare(recorded, same)
+
+
+def test_arms_that_share_no_task_are_no_pairs():
+    with pytest.raises(RunStoreError, match=r"No rollout of 16 and 7 has a partner: .*Next: run one"):
+        echo_pairs(runs.open(recorded_run()), runs.open_any(recorded_ledger()))
+    with pytest.raises(RunStoreError, match="got ForeignLedger, which has no steps"):
+        steps_side_by_side(runs.open(recorded_run()), runs.open_any(recorded_ledger()))

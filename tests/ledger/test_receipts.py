@@ -91,6 +91,15 @@ def test_a_response_that_matches_nothing_lets_the_heuristic_choose_only_where_it
     assert made.terminal_attribution_reason == "response_id_no_match,response_has_no_output"
 
 
+def test_where_a_witness_is_required_nothing_is_guessed_and_a_named_call_is_taken(store: LedgerStore) -> None:
+    assert receipt(store).terminal_selection == "heuristic"
+    refused = receipt(store, on_no_witness="refuse")
+    assert (refused.terminal_model_call_id, refused.failure_reason) == (None, "missing_terminal")
+    assert refused.terminal_attribution_reason == "no_response_object"
+    named = receipt(store, response=SCORED, on_no_witness="refuse")
+    assert (named.terminal_selection, named.capture_poisoned) == ("response_id", False)
+
+
 def test_a_disagreement_never_falls_back(store: LedgerStore) -> None:
     disagreeing = {"id": "resp-c0", "choices": [{"message": model("B")}]}
     assert receipt(store, response=disagreeing, on_no_witness="heuristic").failure_reason == "witness_disagreement"

@@ -158,7 +158,8 @@ class Campaign:
                 weight_version=lambda: self.state.weights.version,
                 **settings,
             )
-        return RolloutPlayer(control=fleet.control, **settings)
+        strict = recipe.rollouts.require_terminal_witness
+        return RolloutPlayer(control=fleet.control, on_no_witness="refuse" if strict else "mask", **settings)
 
     async def _run_pumps(self, sampling: RolloutPump, training: TrainPump) -> None:
         watch, every_s = self.state.watch, self.recipe.deadlines.heartbeat_s

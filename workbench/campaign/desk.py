@@ -68,9 +68,15 @@ class Verdict(BaseModel):
 
 
 class ReceiptDesk:
-    """Finalises rollouts of one served run. `finalize` is the finalizer's, `control` the gateway's control client."""
+    """Finalises rollouts of one served run. `finalize` is the finalizer's, `control` the gateway's control client.
 
-    def __init__(self, run_dir: Path, control: ControlClient, finalize: Finalize, writer: RunWriter) -> None:
+    `named_only`: asked without terminals it refuses, before anything is closed.
+    """
+
+    def __init__(
+        self, run_dir: Path, control: ControlClient, finalize: Finalize, writer: RunWriter, *, named_only: bool = False
+    ) -> None:
+        self._named_only = named_only
         self._run_dir = run_dir
         self._control = control
         self._finalize = finalize
@@ -95,6 +101,11 @@ class ReceiptDesk:
         except ValidationError as error:
             raise SetupError(first_fault(error)) from None
         group_id = checked_group(asked)
+        if self._named_only and not asked.terminals:
+            raise SetupError(
+                f"Nobody names the last call of {asked.rollouts[0]}, and rollouts.require_terminal_witness lets "
+                "nothing be guessed. Next: --terminal ID, a response or call id, for each rollout"
+            )
         async with self._turn:
             for index, rollout_id in enumerate(asked.rollouts):
                 await self._check_open(rollout_id, asked.terminals[index] if asked.terminals else None)

@@ -168,7 +168,7 @@ class RolloutPlayer(AgentRunner):
     """Plays captured rollouts; the control calls have their own deadlines.
 
     `on_no_witness` says what a scored response that matches no captured call means: `mask` (our own campaigns) or
-    `heuristic`.
+    `heuristic`; `refuse` also puts aside a rollout that left no response.
     """
 
     def __init__(self, *, control: ControlClient, on_no_witness: OnNoWitness = "mask", **settings: Any) -> None:

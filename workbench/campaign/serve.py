@@ -186,7 +186,13 @@ class _Session:
 
     async def _serve(self) -> None:
         async with Fleet(self.recipe, self.run_dir, on_phase=self._phase, training=False) as fleet:
-            desk = ReceiptDesk(self.run_dir, fleet.control, self._finalize_with(fleet), self.writer)
+            desk = ReceiptDesk(
+                self.run_dir,
+                fleet.control,
+                self._finalize_with(fleet),
+                self.writer,
+                named_only=self.recipe.rollouts.require_terminal_witness,
+            )
             lines = CallLines(self.run_dir / "ledger", self._facts_from(fleet), _say)
             refusals = RefusalLines(self.run_dir, _say)
             async with desk_socket.listening(desk.receipt) as path:

@@ -13,7 +13,9 @@ from typing import Any
 
 import polars as pl
 
+from workbench.errors import RunStoreError
 from workbench.inspect.arms import pair_up
+from workbench.inspect.ids import check_run
 
 STEP_COLUMNS = ("reward_mean", "mean_abs_logprob_delta", "token_mult_prob_error", "gen_kl_error", "echo_wrong_rows")
 """What `steps_side_by_side` shows of each arm."""
@@ -24,11 +26,19 @@ def echo_pairs(captured: Any, echoed: Any) -> pl.DataFrame:
 
     Columns: task_id, task_seed, index, rollout_id, rollout_id_echo, same_prompt (the ids before the first sampled
     token), same_text (every answer, as text), same_tokens (the whole rows, as ids), reward, reward_echo, wrong_at
-    (first token of the echo arm's row that is not what the engine ran; null: none).
+    (first token of the echo arm's row that is not what the engine ran; null: none). Raises RunStoreError for what is no
+    two runs, and for runs that share no task.
     """
+    _check_arms("echo_pairs", "rollouts", captured, echoed)
     seeds = captured.rollouts.select("rollout_id", "task_seed")
     wrong = echoed.rollouts.filter(pl.col("sample_mask") == 1).select("rollout_id", wrong_at="position")
-    pairs = pair_up(captured.rollouts, echoed.rollouts).filter((pl.col("valid") == 1) & (pl.col("valid_other") == 1))
+    pairs = pair_up(captured.rollouts, echoed.rollouts)
+    if pairs.is_empty():
+        raise RunStoreError(
+            f"No rollout of {captured.rollouts.height:,} and {echoed.rollouts.height:,} has a partner: the arms share "
+            "no task. Next: run one recipe twice, the second time with token_capture.enabled=false"
+        )
+    pairs = pairs.filter((pl.col("valid") == 1) & (pl.col("valid_other") == 1))
     rows = []
     for pair in pairs.to_dicts():
         one, other = captured.tokens(pair["rollout_id"]), echoed.tokens(pair["rollout_id_other"])
@@ -67,8 +77,10 @@ _SCHEMA = {
 def steps_side_by_side(captured: Any, echoed: Any) -> pl.DataFrame:
     """`STEP_COLUMNS` of each step that both arms took, a line each: step, metric, captured, echoed.
 
-    A null means not known; captured rows are verified, so the captured arm counts no wrong ones.
+    A null means not known; captured rows are verified, so the captured arm counts no wrong ones. Raises RunStoreError
+    for what is no two runs.
     """
+    _check_arms("steps_side_by_side", "steps", captured, echoed)
     one, other = (
         run.steps.select("step", pl.col(STEP_COLUMNS).cast(pl.Float64)).unpivot(index="step", variable_name="metric")
         for run in (captured, echoed)
@@ -76,6 +88,15 @@ def steps_side_by_side(captured: Any, echoed: Any) -> pl.DataFrame:
     lines = one.rename({"value": "captured"}).join(other.rename({"value": "echoed"}), on=["step", "metric"])
     order = {name: place for place, name in enumerate(STEP_COLUMNS)}
     return lines.sort("step", pl.col("metric").replace_strict(order))
+
+
+def _check_arms(name: str, holds: str, captured: Any, echoed: Any) -> None:
+    for run in (captured, echoed):
+        check_run(run, name, holds)
+    paths = [getattr(run, "path", None) for run in (captured, echoed)]
+    if captured is echoed or (paths[0] is not None and paths[0] == paths[1]):
+        which = getattr(captured, "name", "one run")
+        raise RunStoreError(f"{name} expected two runs, got {which} twice. Next: {name}(captured, echoed)")
 
 
 def _prompt(tokens: pl.DataFrame) -> list[int]:

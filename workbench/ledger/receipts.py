@@ -19,7 +19,7 @@ from workbench.ledger.attribution import attribute_terminal
 from workbench.ledger.heuristic import SELECTED, select_terminal
 from workbench.wire import CallRecord, Cause, RolloutManifest, RolloutReceipt
 
-OnNoWitness = Literal["mask", "heuristic"]
+OnNoWitness = Literal["refuse", "mask", "heuristic"]
 
 HARMLESS_OFF_CHAIN = Cause.REQUEST_FINISHED_WITHOUT_STAGED_COORDINATES
 
@@ -43,16 +43,17 @@ def choose_terminal(
 ) -> Terminal:
     """Attribute the terminal call; where nobody bears witness, guess it or give none.
 
-    The heuristic runs when neither a response nor a declared id was given. A response that matched nothing is no
-    witness either, but suspicious: then `on_no_witness` decides. A failed declaration, several different matches and a
-    disagreement never fall back.
+    The heuristic runs when neither a response nor a declared id was given, unless `on_no_witness` is `refuse`. A
+    response that matched nothing is no witness either, but suspicious: then only `heuristic` lets it run. A failed
+    declaration, several different matches and a disagreement never fall back.
     """
     attribution = attribute_terminal(records, response, declared_response_id)
     if attribution.terminal is not None:
         return Terminal(attribution.terminal, attribution.method, attribution.reason, None)
     cause = _attribution_cause(attribution.reason)
     nobody_spoke = response is None and not declared_response_id
-    if not nobody_spoke and (cause is not Cause.MISSING_TERMINAL or on_no_witness == "mask"):
+    may_guess = on_no_witness == "heuristic" or (nobody_spoke and on_no_witness == "mask")
+    if cause is not Cause.MISSING_TERMINAL or not may_guess:
         return Terminal(None, None, attribution.reason, cause if records else Cause.NO_RECORDS)
     guess = select_terminal(records)
     reason = attribution.reason if guess.reason == SELECTED else f"{attribution.reason},{guess.reason}"
