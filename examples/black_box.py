@@ -37,6 +37,8 @@ class BlackBox:
         try:
             async with asyncio.timeout(self.options["timeout_s"]):
                 out, err = await agent.communicate()
+        except TimeoutError:
+            return AgentResult(None, [], error=f"the agent did not end within {self.options['timeout_s']:g} s")
         finally:
             if agent.returncode is None:
                 agent.kill()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import html
+import os
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,7 +85,7 @@ async def test_the_environment_in_the_documents_is_played_and_scored(tmp_path):
     ("second_turn", "vote", "said"),
     [
         ('"word " * 4000', 1, "window full: Error code: 400 - This model's maximum context length is "),
-        ('{"text": "an object"}', 0, "the agent's call failed: BadRequestError: Error code: 400 - content must be "),
+        ('{"text": "an object"}', 0, "the agent's call failed: BadRequestError: Error code: 400 - Message "),
         # An agent's own words are no sign of a full window.
         ('[{"type": "maximum context length"}, 7]', 0, "the agent's call failed: BadRequestError: Error code: 400 - "),
     ],
@@ -110,6 +113,33 @@ async def test_a_black_box_trains_on_the_chain_that_its_output_names(tmp_path):
 async def test_a_black_box_whose_output_two_calls_gave_has_no_vote(tmp_path):
     _, summary = await played("black_box.py:BlackBox", [{"text": "The Nile"}], tmp_path)
     assert (summary.sample_mask, summary.cause) == (0, Cause.CONTENT_AMBIGUOUS)
+
+
+async def test_a_black_box_that_does_not_end_is_ended_and_said(tmp_path):
+    (tmp_path / "black_box.py").write_text((EXAMPLES / "black_box.py").read_text().replace("60.0", "0.5"))
+    (tmp_path / "anyones_agent.py").write_text("import time\n\ntime.sleep(60)\n")
+    _, summary = await played("black_box.py:BlackBox", [{"text": "Nile."}], tmp_path, tmp_path)
+    assert (summary.cause, summary.detail) == (Cause.ROLLOUT_FAILED, "the agent did not end within 0.5 s")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "usage: OPENAI_BASE_URL=http"),
+        ({"OPENAI_BASE_URL": "http://127.0.0.1:9/v1"}, "usage: OPENAI_BASE_URL=http"),
+        # Without an address its client would ask a service on the net.
+        ({"OPENAI_API_KEY": "unused"}, "usage: OPENAI_BASE_URL=http"),
+        (
+            {"OPENAI_BASE_URL": "http://127.0.0.1:9/v1", "OPENAI_API_KEY": "unused"},
+            "no connection to http://127.0.0.1:9/v1/: [Errno 111] Connection refused",
+        ),
+    ],
+)
+def test_the_black_boxs_agent_says_in_one_line_what_it_lacks(given, said):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OPENAI_")} | given
+    command = [sys.executable, str(EXAMPLES / "anyones_agent.py"), "Name a river."]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith(said) and done.stderr.count("\n") == 1
 
 
 async def test_a_reward_that_raises_is_told_with_its_line_wherever_the_rollout_is_shown(tmp_path):

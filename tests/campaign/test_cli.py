@@ -431,6 +431,24 @@ def test_a_campaign_is_measured_by_the_model_that_it_trains_here(monkeypatch):
     assert machine.free_memory(machine.SMALL_PEAK_GIB).good and not machine.free_memory(machine.PEAK_GIB).good
 
 
+def test_a_run_is_told_of_too_little_memory_and_starts(monkeypatch, capsys):
+    started = []
+    monkeypatch.setattr(doctor, "refuse_unable", lambda recipe: None)
+    monkeypatch.setattr("workbench.campaign.runner.run_recipe", lambda *given: started.append(given) or 0)
+    monkeypatch.setattr("workbench.campaign.sweep.run_sweep", lambda *given: started.append(given) or 0)
+    monkeypatch.setattr(machine, "memory_gib", lambda: 3.5)
+    assert ended("run", "cpu_smoke") == 0 and len(started) == 1
+    assert capsys.readouterr().err.startswith("workbench: memory: 3.5 GiB")
+    assert ended("sweep", "cpu_smoke", "train.steps=1,2") == 0 and len(started) == 2
+    assert capsys.readouterr().err.count("workbench: memory: 3.5 GiB") == 1
+    monkeypatch.setattr(machine, "memory_gib", lambda: 64.0)
+    monkeypatch.setattr(machine, "free_memory_gib", lambda: 1.5)
+    monkeypatch.setattr(machine, "_swap_gib", lambda field: 0.0)
+    assert "a small campaign takes 4 GiB" in doctor.memory_remark(load_recipe("cpu_smoke"))
+    # What a campaign takes of GPUs, or of other machines, was not measured.
+    assert doctor.memory_remark(load_recipe("cpu_smollm2", ["ray.device=gpu"])) == ""
+
+
 def test_the_shipped_recipes_are_listed_with_a_whole_sentence_in_80_columns(capsys):
     lines = printed(capsys, "recipe", "list").splitlines()
     assert max(map(len, lines)) <= 80
@@ -485,7 +503,8 @@ def test_a_run_and_a_rollout_are_described_and_the_list_is_json_for_programs(tmp
     assert said.startswith("Run ") and "rollouts valid" in said
     recorded = runs.open(tmp_path / "run").rollouts
     rollout, rejected = recorded["rollout_id"][0], recorded.drop_nulls("cause")["rollout_id"].to_list()
-    _, header, *listed, following = said.splitlines()
+    _, refused, header, *listed, following = said.splitlines()
+    assert refused == "  refused requests: 4 in 4 rollouts: context_length_exceeded (4)"
     assert header.split() == ["rollout", "calls", "tokens", "reward", "state"] and len(listed) == recorded.height
     assert [line.split()[0] for line in listed[: len(rejected)]] == rejected
     assert listed[0].endswith("rejected: unresolved_parent") and "verified, trained in step 1" in listed[len(rejected)]

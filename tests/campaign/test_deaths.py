@@ -117,7 +117,7 @@ async def test_a_killed_finalizer_is_replaced_and_the_run_ends_whole(shared_plan
         with loop_time() as loop:
             # Stopped first, so that it is certain to have a group in hand when it is killed.
             os.kill(running.pids["finalizer 0"], signal.SIGSTOP)
-            (member,) = running.fleet.finalizers._members
+            (member,) = running.fleet.finalizers._members.values()
             await running.until(lambda: member.in_hand)
             os.kill(running.pids["finalizer 0"], signal.SIGKILL)
             await running.until(lambda: running.events("finalizer_replaced"))

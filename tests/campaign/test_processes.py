@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
+from pathlib import Path
 
 import pytest
 
@@ -39,3 +41,38 @@ def test_a_process_that_does_not_listen_is_killed_and_no_other_runs(start):
     assert mine.wait(10) == -signal.SIGKILL
     assert marked("mark-of-this-run") == [] and [p.pid for p in marked("mark-of-another-run")] == [others.pid]
     assert end_marked("mark-of-this-run", grace_s=0.2) == 0
+
+
+STARTS_RAY = """
+import asyncio, signal, sys
+from pathlib import Path
+from workbench.campaign.fleet import Fleet
+from workbench.config import load_recipe
+
+async def up():
+    await Fleet(load_recipe("cpu_smoke"), Path(sys.argv[1]))._start_ray()
+    print("up", flush=True)
+    await asyncio.sleep(120)
+
+asyncio.run(up())
+"""
+
+
+@pytest.mark.ray
+def test_a_process_that_started_ray_ends_by_sigterm_without_a_dump(tmp_path: Path) -> None:
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTS_RAY, str(tmp_path)],
+        env={**os.environ, MARK: mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout.readline() == b"up\n"
+        process.terminate()
+        _, said = process.communicate(timeout=60)
+        assert process.returncode == -signal.SIGTERM and said == b""
+    finally:
+        process.kill()
+        end_marked(mark)

@@ -190,6 +190,7 @@ async def test_the_engines_own_words_for_a_full_window_have_its_code_in_every_ap
             with pytest.raises(openai.BadRequestError) as responses:
                 await client.responses.create(model="policy", input=words(count), stream=stream)
             assert chat.value.code == responses.value.code == "context_length_exceeded", (count, stream)
+            assert " Next: end the conversation here" in str(chat.value), (count, stream)
             async with anthropic.AsyncAnthropic(base_url=url, api_key="unused", max_retries=0) as claude:
                 with pytest.raises(anthropic.BadRequestError) as messages:
                     await claude.messages.create(model="policy", max_tokens=9, messages=words(count), stream=stream)
@@ -199,6 +200,28 @@ async def test_the_engines_own_words_for_a_full_window_have_its_code_in_every_ap
                 model="policy", messages=[{"role": "user", "content": [{"type": "no"}]}]
             )
         assert other.value.code != "context_length_exceeded"
+
+
+async def test_what_the_engine_would_serve_as_an_empty_message_is_refused(road: Road) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{road.url}/v1", api_key="unused", max_retries=0) as untagged:
+
+        async def tokens(message: Any) -> int:
+            asked: Any = {"model": "policy", "messages": [message], "max_tokens": 1}
+            answer = await untagged.chat.completions.create(**asked)
+            assert answer.usage is not None
+            return answer.usage.prompt_tokens
+
+        empty = await tokens({"role": "user", "content": ""})
+        assert await tokens({"role": "user", "text": "a long question, which nobody reads"}) == empty
+    unread = ({"role": "user", "text": "a long question, which nobody reads"}, {"role": "User", "content": "hi"})
+    async with openai.AsyncOpenAI(
+        base_url=f"{road.url}/ng-rollout/road.unread/v1", api_key="unused", max_retries=0
+    ) as agent:
+        for message in unread:
+            asked: Any = {"model": "policy", "messages": [message]}
+            with pytest.raises(openai.BadRequestError, match=r"Message 0 .* Next: ") as refused:
+                await agent.chat.completions.create(**asked)
+            assert refused.value.code == "content_not_read"
 
 
 async def test_an_edited_history_is_masked_with_its_cause_and_the_group_keeps_n_rows(road: Road) -> None:

@@ -261,6 +261,8 @@ async def test_rewards_that_never_come_cost_their_rollouts_the_vote_and_hold_nob
         (Reward(None), "a Reward whose total is None, expected a finite number"),  # type: ignore[arg-type]
         (Reward(float("nan")), "a Reward whose total is nan (a float), expected a finite number"),
         (Reward(10**400), "expected a finite number"),
+        (Reward(-1e30), "a Reward whose total is -1e+30 (a float), expected a number between -1e+15 and 1e+15"),
+        (Reward(1.0, {"form": 1e308}), "is 1e+308 (a float), expected a number between -1e+15 and 1e+15"),
         (Reward(1.0, None), "a Reward whose components are None, expected a dict of numbers"),  # type: ignore[arg-type]
         (Reward(1.0, [1.0]), "a Reward whose components are [1.0] (a list), expected a dict of numbers"),  # type: ignore[arg-type]
         (Reward(1.0, {"form": float("inf")}), "whose component 'form' is inf (a float), expected a finite number"),

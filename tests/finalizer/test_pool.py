@@ -217,8 +217,8 @@ def two_lost(monkeypatch):
 
     async def done(*_): ...
 
-    for name, value in (("_until_dead", done), ("_process_of", done), ("_RAY_KILLS_AFTER_S", 0.0)):
-        monkeypatch.setattr(f"workbench.finalizer.pool.{name}", value)
+    monkeypatch.setattr("workbench.finalizer.member._process_of", done)
+    monkeypatch.setattr("workbench.finalizer.member.Member._until_dead", done)
     monkeypatch.setattr("workbench.finalizer.pool._AGAIN_AFTER_S", 0.5)
 
     async def replacing(ready, report=lambda kind, **fields: None):
@@ -231,8 +231,8 @@ def two_lost(monkeypatch):
 
         pool = FinalizerPool(start, 2, timeout_s=5.0, replace_timeout_s=30.0, report=report)
         await pool.start(5.0)
-        for member in pool._members:
-            await pool._retire(member, member.actor, None, ActorLost("its node is gone", died=True))
+        for member in list(pool._members.values()):
+            await pool._retire(member, ActorLost("its node is gone", died=True))
         return pool
 
     return replacing

@@ -40,8 +40,9 @@ OTHERS = [
 def test_a_full_window_is_told_from_everything_else_that_a_worker_refuses(message: str, full: bool) -> None:
     body = orjson.dumps({"error": {"message": message, "type": "BadRequestError", "param": None, "code": 400}})
     refused = from_worker(400, body)
-    assert (refused.status, refused.message) == (400, message)
-    assert (refused.code == CONTEXT_LENGTH_EXCEEDED) == full
+    words, _, next_step = refused.message.partition(" Next: ")
+    assert (refused.status, words) == (400, message)
+    assert (refused.code == CONTEXT_LENGTH_EXCEEDED) == bool(next_step) == full
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -57,11 +58,13 @@ async def test_a_full_window_has_its_code_in_every_api_and_on_every_route(
     with pytest.raises(openai.BadRequestError) as responses:
         await client.responses.create(model="policy", input=long, stream=stream)
     assert chat.value.code == responses.value.code == CONTEXT_LENGTH_EXCEEDED
+    assert " Next: end the conversation here" in str(chat.value) and " Next: " in str(responses.value)
     async with anthropic.AsyncAnthropic(base_url=f"{stack.url}{route}", api_key="unused", max_retries=0) as claude:
         with pytest.raises(anthropic.BadRequestError) as messages:
             await claude.messages.create(model="policy", max_tokens=9, messages=long, stream=stream)
     error = messages.value.body["error"]  # type: ignore[index]
     assert (error["type"], error["code"]) == ("invalid_request_error", CONTEXT_LENGTH_EXCEEDED)
+    assert " Next: end the conversation here" in error["message"]
 
 
 @pytest.mark.asyncio(loop_scope="module")

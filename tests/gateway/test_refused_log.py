@@ -7,14 +7,17 @@ from pathlib import Path
 
 import httpx
 import orjson
+import polars as pl
 import pytest
 import pytest_asyncio
 
-from workbench.campaign.refusal_lines import FILE, RefusalLines, line_of
+from workbench.campaign.refusal_lines import RefusalLines, line_of
 from workbench.gateway import refused_log
 from workbench.gateway.app import Gateway
 from workbench.gateway.settings import GatewaySettings
 from workbench.ledger import LedgerStore
+from workbench.runs.frames import scan_lines
+from workbench.runs.refused import REFUSED_FILE, refused_frame
 
 CHAT = "/ng-rollout/{}/v1/chat/completions"
 ASK = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -24,7 +27,7 @@ ASK = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 async def agent(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     """Of a gateway whose worker nobody asks: every request here is refused before."""
     settings = GatewaySettings(
-        ledger_dir=str(tmp_path / "ledger"), worker_url="http://127.0.0.1:9", refused_path=str(tmp_path / FILE)
+        ledger_dir=str(tmp_path / "ledger"), worker_url="http://127.0.0.1:9", refused_path=str(tmp_path / REFUSED_FILE)
     )
     gateway = Gateway(settings, "control", "worker")
     transport = httpx.ASGITransport(gateway.app())
@@ -64,7 +67,7 @@ async def test_every_kind_of_refusal_is_one_line_without_what_came_with_the_requ
         "a.4  REFUSED 401 unauthorized",
     ]
     assert "Next: a new <rollout> name" in shown(tmp_path)[1]
-    written = (tmp_path / FILE).read_text()
+    written = (tmp_path / REFUSED_FILE).read_text()
     assert "sk-a-secret" not in written and "\x1b" not in written and "[2J" not in written
 
 
@@ -75,7 +78,7 @@ async def test_what_is_replaced_or_left_out_of_requests_is_said_of_each_field_on
     for value in (0.1, 0.2):
         await agent.post(CHAT.format("a.1"), json=ASK | sets | {"temperature": value})
     await agent.post(CHAT.format("a.2"), json=ASK | {"temperature": 0.3, "top_p": 0.5, "max_tokens": 4})
-    with (tmp_path / FILE).open("ab") as file:  # another process of the gateway has seen one of them too
+    with (tmp_path / REFUSED_FILE).open("ab") as file:  # another process of the gateway has seen one of them too
         file.write(orjson.dumps({"rollout_id": "a.3", "field": "top_p", "came": "0.5", "used": "1.0"}) + b"\n")
     only = "; from now on that is only counted, in /metrics"
     biased = '{"0":5,"1":5,"2":5,"3":5,"4":5,"5":5,"6"…'
@@ -98,15 +101,35 @@ async def test_a_flood_of_refusals_is_a_few_lines_and_a_file_of_bounded_size(
         await agent.post(CHAT.format("a.1"), json=ASK | {"n": 2})
     lines = shown(tmp_path)
     assert len(lines) == refused_log.BURST + 1
-    assert lines[-1] == "REFUSED more; of the next 10 s they are only counted, in /metrics"
+    assert lines[-1] == "REFUSED more; of the next 10 s they are counted and told later"
     counted = (await agent.get("/metrics")).text
     assert f'workbench_refused_total{{code="not_capturable"}} {3.0 * refused_log.BURST}' in counted
     now[0] += refused_log.WINDOW_S
     await agent.post(CHAT.format("a.1"), json=ASK | {"n": 2})
-    assert len(shown(tmp_path)) == refused_log.BURST + 2
+    more = f"a.1  REFUSED 400 not_capturable: {2 * refused_log.BURST} more"
+    assert shown(tmp_path)[-2:] == [more, lines[0]]
     monkeypatch.setattr(refused_log, "MOST_BYTES", 1)
     await agent.post(CHAT.format("a.1"), json=ASK | {"n": 2})
-    assert len(shown(tmp_path)) == refused_log.BURST + 2
+    assert len(shown(tmp_path)) == refused_log.BURST + 3
+
+
+async def test_every_refusal_of_a_flood_is_counted_with_its_rollout(tmp_path: Path) -> None:
+    path = tmp_path / REFUSED_FILE
+    settings = GatewaySettings(
+        ledger_dir=str(tmp_path / "ledger"), worker_url="http://127.0.0.1:9", refused_path=str(path)
+    )
+    gateway = Gateway(settings, "control", "worker")
+    transport = httpx.ASGITransport(gateway.app())
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway") as client:
+        for number in range(3 * refused_log.BURST):
+            asked = {"n": 2} if number % 2 else {"messages": [{"role": "user", "text": "hi"}]}
+            await client.post(CHAT.format(f"a.{number % 3}"), json=ASK | asked)
+    await gateway.close()
+    counted = refused_frame(scan_lines(path).rows, pl.DataFrame(schema={"rollout_id": pl.String, "detail": pl.String}))
+    assert dict(counted.group_by("rollout_id").agg(pl.col("requests").sum()).iter_rows()) == {
+        f"a.{number}": refused_log.BURST for number in range(3)
+    }
+    assert set(counted["code"]) == {"not_capturable", "content_not_read"} and set(counted["by"]) == {"gateway"}
 
 
 def test_a_line_that_is_still_being_written_is_shown_once_it_is_whole(tmp_path: Path) -> None:
@@ -116,7 +139,7 @@ def test_a_line_that_is_still_being_written_is_shown_once_it_is_whole(tmp_path: 
     line = {"at": 1.0, "rollout_id": "my-1", "status": 409, "code": "rollout_frozen", "message": "It is closed."}
     whole = orjson.dumps(line) + b"\n"
     for part in (whole[:20], whole[20:-1], whole[-1:], whole):
-        with (tmp_path / FILE).open("ab") as file:
+        with (tmp_path / REFUSED_FILE).open("ab") as file:
             file.write(part)
         follower.look()
     assert lines == [line_of(line)] * 2

@@ -46,10 +46,12 @@ def store(tmp_path: Path) -> LedgerStore:
             "nearest to the text that was left is the answer of call c1; from character 8 on 'umbrella.' was served "
             "and 'apple.' was left.",
         ),
+        ("", "the response that was left has no text; call c3 answered 'word word"),
+        (None, "the response that was left has no text; call c3 answered 'word word"),
         ("Quite another", "no answer that was served is like the text that was left; call c3 answered 'word word"),
     ],
 )
-def test_the_nearest_answer_and_in_what_it_differs(store: LedgerStore, text: str, says: str) -> None:
+def test_the_nearest_answer_and_in_what_it_differs(store: LedgerStore, text: str | None, says: str) -> None:
     said = store.nearest_answer(R, left(text))
     assert said is not None and says in said
     assert 'print(answer, end="")' in said and "the served response itself" in said
@@ -62,8 +64,8 @@ def test_the_same_text_without_its_tool_call_is_called_that(tmp_path: Path) -> N
     assert said is not None and "is the answer of call c0, whose tool calls or other parts are missing" in said
 
 
-@pytest.mark.parametrize("response", [{}, {"choices": []}, left(None), left(""), {"output": ["x", 3]}])
-def test_a_response_without_a_text_is_near_nothing(store: LedgerStore, response: dict[str, Any]) -> None:
+@pytest.mark.parametrize("response", [{}, {"choices": []}, {"output": ["x", 3]}])
+def test_a_response_without_a_message_is_near_nothing(store: LedgerStore, response: dict[str, Any]) -> None:
     assert store.nearest_answer(R, response) is None
 
 

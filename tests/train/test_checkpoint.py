@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from itertools import groupby
@@ -9,11 +10,12 @@ from itertools import groupby
 import polars as pl
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from train.samples import MemoryRows, row, store_group
 
 from workbench.errors import RunStoreError, TrainerError
-from workbench.train import Trainer, checkpoint
+from workbench.train import Trainer, checkpoint, publish
 from workbench.train.restore import newest_checkpoint
 
 
@@ -202,6 +204,31 @@ def test_a_checkpoint_that_cannot_be_finished_leaves_the_old_one(save, tmp_path,
             save(step, keep=1)
     assert [item.name for item in tmp_path.iterdir()] == ["step-1"]
     assert checkpoint.load(tmp_path, 1).weights["a.weight"].tolist() == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+    ],
+)
+def test_a_full_disk_is_said_with_what_was_wanted_and_what_is_free(save, trainer, tmp_path, monkeypatch, error):
+    def full(*_, **__):
+        raise error
+
+    monkeypatch.setattr(publish, "save_file", full)
+    with pytest.raises(
+        TrainerError, match=r"^the disk is full: .*/step-3 takes 0\.0 MB, and [\d,.]+ MB are free there"
+    ):
+        save(3)
+    learner = trainer(publish_dtype="float32")
+    wanted = sum(weight.numel() for weight in learner.float32_weights().values()) * 4 / 1e6
+    said = rf"/weights/v1 takes {wanted:,.1f} MB, .* Next: make room there, then .* workbench resume"
+    with pytest.raises(TrainerError, match=said):
+        learner.publish(1)
+    assert list(tmp_path.glob("**/.*")) == []
 
 
 def test_a_checkpoint_of_another_model_changes_nothing(trainer, tmp_path):

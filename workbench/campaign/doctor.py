@@ -97,6 +97,17 @@ def remarks(recipe: Recipe) -> Iterator[str]:
         yield f"{missing.what}: {missing.found} on this machine; {missing.cure}"
 
 
+def memory_remark(recipe: Recipe) -> str:
+    """What of this machine's memory may not suffice for the recipe, and the cure; empty where nothing speaks against
+    it. No reason to refuse: less may do, and what others hold may be free again by then."""
+    takes_gib = memory_taken_gib(recipe)
+    if takes_gib is not None:
+        for finding in (machine.memory(takes_gib), machine.free_memory(takes_gib)):
+            if not finding.good:
+                return f"{finding.what}: {finding.found}; {finding.cure}"
+    return ""
+
+
 def capture(recipe: Recipe, *, training: bool = True) -> Finding:
     """A campaign trains on tokens of a model that can be scored; an engine is served for what is captured of it."""
     if not recipe.token_capture.enabled and not training:

@@ -23,12 +23,13 @@ from typing import Any
 
 from workbench import dataplane
 from workbench.actors import within
-from workbench.campaign import derived, ray_cluster, refusal_lines
+from workbench.campaign import derived, ray_cluster
 from workbench.campaign.doctor import refuse_unable
 from workbench.campaign.node_check import check_nodes
 from workbench.campaign.part_settings import trainer_config, worker_config
 from workbench.campaign.placement import FINALIZER, RANK, WORKER, Placement
 from workbench.campaign.policy import START_S, PolicyWorkers
+from workbench.campaign.processes import sigterm_given_back
 from workbench.campaign.proof import SyncProof, proof_ids, prove_weights
 from workbench.campaign.watch import Heartbeat
 from workbench.config import Recipe
@@ -42,6 +43,7 @@ from workbench.gateway.process import GatewayProcess
 from workbench.gateway.settings import CONTROL_TOKEN, WORKER_TOKEN
 from workbench.models import experts_of
 from workbench.models import resolve as resolve_model
+from workbench.runs.refused import REFUSED_FILE
 
 WORKER_CONCURRENCY = 64
 HURRIED_S = 2.0
@@ -157,7 +159,8 @@ class Fleet:
         connecting = asyncio.to_thread(lambda: temp_dir.append(ray_cluster.connect(self.recipe)))
         # Its last try may begin just before its time is over.
         deadline_s = self._start_s + ray_cluster.ONE_TRY_S + _REASON_S
-        await within(connecting, deadline_s, "Ray", "starting", key=START_S)
+        with sigterm_given_back():
+            await within(connecting, deadline_s, "Ray", "starting", key=START_S)
 
     async def _take_places(self) -> None:
         """Reserve room for every actor, and on a cluster look whether the nodes that have it can run them."""
@@ -276,7 +279,7 @@ class Fleet:
                 GatewayProcess.start,
                 {
                     "ledger_dir": str(self.run_dir / "ledger"),
-                    "refused_path": None if self._training else str(self.run_dir / refusal_lines.FILE),
+                    "refused_path": str(self.run_dir / REFUSED_FILE),
                     "worker_url": self.policy.urls,
                     **recipe.gateway.model_dump(),
                     "model": "policy",

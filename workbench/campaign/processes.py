@@ -10,7 +10,9 @@ import contextlib
 import os
 import shutil
 import signal
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -42,6 +44,18 @@ def signal_words(number: int) -> str:
     """A signal as a person knows it."""
     name = signal.Signals(number).name
     return f"Ctrl-C ({name})" if number == signal.SIGINT else name
+
+
+@contextlib.contextmanager
+def sigterm_given_back() -> Iterator[None]:
+    """What takes SIGTERM for itself inside has it no longer afterwards. `ray.init` does, in C where Python does not see
+    it, and its handler writes a stack on the terminal of a run that is only stopped."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)
 
 
 def end_marked(mark: str, grace_s: float = 5.0) -> int:

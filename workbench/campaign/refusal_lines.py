@@ -15,8 +15,8 @@ from typing import Any
 import orjson
 
 from workbench.campaign.call_lines import POLL_S
+from workbench.runs.refused import REFUSED_FILE
 
-FILE = "refused.jsonl"
 _ADDRESS = "the base URL is …/ng-rollout/<rollout>/v1, for Anthropic's client without /v1"
 _NEXT = {
     "rollout_frozen": "a new <rollout> name for the next conversation",
@@ -35,7 +35,7 @@ class RefusalLines:
     """Follows the file of refusals in `run_dir`; `show` gets each line."""
 
     def __init__(self, run_dir: Path, show: Callable[[str], None]) -> None:
-        self._path = run_dir / FILE
+        self._path = run_dir / REFUSED_FILE
         self._show = show
         self._read = 0
         self._fields: set[str] = set()
@@ -68,12 +68,14 @@ class RefusalLines:
 def line_of(refused: dict[str, Any]) -> str:
     """One refusal in one line."""
     if "more_within_s" in refused:
-        return f"REFUSED more; of the next {refused['more_within_s']:g} s they are only counted, in /metrics"
+        return f"REFUSED more; of the next {refused['more_within_s']:g} s they are counted and told later"
     if "field" in refused:
         how = "left out" if refused["used"] is None else f"replaced by the recipe's {refused['used']}"
         counted = "from now on that is only counted, in /metrics"
         return f"{refused['rollout_id']}  {refused['field']} {refused['came']} of the request was {how}; {counted}"
+    who = f"{refused['rollout_id'] or '(no rollout)'}  REFUSED {refused['status']} {refused['code']}"
+    if "times" in refused:
+        return f"{who}: {refused['times']} more"
     next_step = _NEXT.get(refused["code"], "")
     said = refused["message"].rstrip(".")
-    who = f"{refused['rollout_id'] or '(no rollout)'}  "
-    return f"{who}REFUSED {refused['status']} {refused['code']}: {said}{f'. Next: {next_step}' if next_step else ''}"
+    return f"{who}: {said}{f'. Next: {next_step}' if next_step else ''}"

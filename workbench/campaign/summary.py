@@ -22,6 +22,7 @@ from workbench.inspect.causes import in_words
 from workbench.inspect.custody import guessed_words
 from workbench.places import as_word
 from workbench.runs.early import MANY, count_early, early_remark
+from workbench.runs.refused import refused_words
 from workbench.runs.shelf import finished_rollouts, guessed, token_in_rates
 from workbench.runs.tokens import Deltas, count_deltas
 
@@ -59,6 +60,10 @@ class Summary:
     """The same in words, with the next step; None for none."""
     ended_early: dict[str, int]
     """Reason -> finalised rollouts whose agent stopped before the end."""
+    refused: list[dict[str, Any]]
+    """Requests that gateway or engine refused, an entry a rollout and reason; its agent may have gone on."""
+    refused_words: str | None
+    """The same in one line; None for none."""
     rejected: list[dict[str, Any]]
     proofs: list[dict[str, Any]]
     trained_tokens: int
@@ -103,6 +108,7 @@ class Summary:
             f"  groups                     {self.groups}, rows in every group: {rows}",
             f"  rollouts                   {self.valid_rollouts} of {self.rollouts} valid, {self.calls} calls"
             + (f" and {self.unfinished_calls} of unfinished ones" if self.unfinished_calls else ""),
+            *self._what_was_refused(),
             f"  token_in_rate              {_dash(self.token_in_rate, '.4g')}",
             f"  token_in_rate_after_roots  {_dash(self.token_in_rate_after_roots, '.4g')}",
             *(
@@ -133,6 +139,13 @@ class Summary:
             more = ", ".join(f"{cause} {count}" for cause, count in rest.most_common())
             lines.append(f"    and {len(self.rejected) - _SHOWN_REJECTIONS} more ({more}), all in summary.json")
         return "\n".join(lines)
+
+    def _what_was_refused(self) -> list[str]:
+        if self.refused_words is None:
+            return []
+        said = next((row for row in self.refused if row["message"] and row["rollout_id"]), None)
+        example = [f"                             {said['rollout_id']}: {said['message']}"] if said else []
+        return [f"  refused requests           {self.refused_words}", *example]
 
     def _remarks(self) -> list[str]:
         """What a reader must know before the numbers; in capitals where it is about many rollouts."""
@@ -176,6 +189,7 @@ def summary_of(
     taken = rollouts.filter(pl.col("step").is_in(steps["step"].to_list()))
     calls = run.calls.join(rollouts, on="rollout_id", how="semi")
     rates = token_in_rates(calls)
+    refused = run.refused
     valid = int((rollouts["sample_mask"] == 1).sum())
     deltas = count_deltas(run.logprobs()) if deltas is None else deltas
     return Summary(
@@ -199,6 +213,8 @@ def summary_of(
         heuristic_fraction=guessed(rollouts).height / valid if valid else None,
         guessed=guessed_words(rollouts, calls),
         ended_early=count_early(rollouts["ended_early"]),
+        refused=refused.sort("requests", descending=True, maintain_order=True).to_dicts(),
+        refused_words=refused_words(refused),
         rejected=rollouts.filter(pl.col("cause").is_not_null())
         .sort("group_id", "index")
         .select("rollout_id", "step", "cause", "detail", "call_id", "position", "reward")

@@ -96,7 +96,11 @@ class TurnBoundary:
 
     `stop_token_ids` are the ids that end a turn when the model samples them (its end-of-sequence ids). Below, `after`
     is the rendering behind the sentinel, `closing` the same where nothing follows the turn, and `last_id` the last id
-    that the parent call ran: the end of the turn, unless the turn was cut.
+    that the parent call ran: the end of the turn, unless the turn was cut. In ChatML:
+
+        after a text  <|im_end|>⏎<|im_start|>user…   the tail; its first id was sampled, or the turn was cut before
+        after a call  "}}⏎</tool_call><|im_end|>⏎…   what stands before <|im_end|> was sampled; the tail begins there
+        closing       the same up to the first ⏎ behind <|im_end|>
     """
 
     def __init__(self, tokenizer: Tokenizer, stop_token_ids: Iterable[int]) -> None:

@@ -7,44 +7,26 @@
 Invariants: at most one actor at a time works on a group (one that is lost is dead before the group goes to another); a
 request whose outcome is unknown is never just sent again: what was published and stored is read first
 (`Finalizer.reconcile`); a group that loses two finalizers in turn ends in an error that names it.
-Not here: what a finalizer does with a group (actor), how an actor is made (campaign.fleet gives `start`).
+Not here: one actor and its end (member), what a finalizer does with a group (actor), how an actor is made
+(campaign.fleet gives `start`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-import psutil
-
-from workbench.actors import ActorLost, answer, within
+from workbench.actors import ActorLost, answer
 from workbench.errors import ComponentDied, DeadlineExceeded, FinalizerError
+from workbench.finalizer.member import Member
 from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup
 
 Report = Callable[..., None]
 """`report(kind, **fields)`: an event for the run's record."""
 
-_GONE_WITHIN_S = 15.0
-_GONE_EVERY_S = 0.05
 _AGAIN_AFTER_S = 1.0
-# How long Ray lets an actor live that does not end itself when told to, and a little more.
-_RAY_KILLS_AFTER_S = 6.0
-
-
-@dataclass(eq=False)
-class _Member:
-    """One place in the pool. `actor` changes when it is replaced, `ready` is cleared meanwhile."""
-
-    number: int
-    actor: Any = None
-    process: psutil.Process | None = None  # of the actor; None: not up yet, or on another machine
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
-    in_hand: dict[str, None] = field(default_factory=dict)  # group ids, in the order they came
 
 
 class FinalizerPool:
@@ -58,22 +40,24 @@ class FinalizerPool:
         self, start: Callable[[int], Any], size: int, *, timeout_s: float, replace_timeout_s: float, report: Report
     ) -> None:
         self._start_actor = start
+        self._size = size
         self._timeout_s = timeout_s
         self._replace_timeout_s = replace_timeout_s
         self._report = report
-        self._members = [_Member(number) for number in range(size)]
+        self._members: dict[int, Member] = {}  # by place, also those that are still coming up; without the lost ones
         self._replacements: set[asyncio.Task[None]] = set()
+        self._given_up: set[int] = set()  # places that stay empty
         self._changed = asyncio.Condition()
         self._failure: Exception | None = None
 
     @property
     def actors(self) -> list[Any]:
-        """The handles of the members that there are now."""
-        return [member.actor for member in self._members if member.actor is not None]
+        """The handles of the members that there are now, in the order of their places."""
+        return [member.actor for _, member in sorted(self._members.items())]
 
     async def start(self, timeout_s: float) -> None:
         """Start all members; ComponentDied or DeadlineExceeded when one does not come up within `timeout_s`."""
-        await asyncio.gather(*(self._bring_up(member, timeout_s) for member in self._members))
+        await asyncio.gather(*(self._bring_up(number, timeout_s) for number in range(self._size)))
 
     async def finalize(self, request: FinalizationRequest) -> FinalizedGroup:
         """Have a group finalised; returns metadata only.
@@ -81,16 +65,14 @@ class FinalizerPool:
         Raises FinalizerError where the group can be neither published nor stored, ComponentDied or DeadlineExceeded
         when finalizers were lost over it or none could be brought up.
         """
-        message = request.model_dump(mode="json")
-        group_id = request.group_id
         try:
-            return await self._ask(await self._idlest(), "finalize", message, group_id)
+            return await self._ask(await self._idlest(), "finalize", request)
         except FinalizerError as error:
             why = str(error)
         except ActorLost as lost:
             why = f"its finalizer was lost: {lost}"
-        group = await self._reconcile(request, message)
-        self._report("group_reconciled", group_id=group_id, because=why)
+        group = await self._reconcile(request)
+        self._report("group_reconciled", group_id=request.group_id, because=why)
         return group
 
     async def republish(self, request: FinalizationRequest) -> FinalizedGroup:
@@ -98,11 +80,10 @@ class FinalizerPool:
 
         A finalizer that is lost over it is replaced and another one asked, once. Raises as `finalize` does.
         """
-        message = request.model_dump(mode="json")
         try:
-            return await self._ask(await self._idlest(), "reconcile", message, request.group_id)
+            return await self._ask(await self._idlest(), "reconcile", request)
         except ActorLost:
-            return await self._reconcile(request, message)
+            return await self._reconcile(request)
 
     async def stop(self, timeout_s: float) -> None:
         """Let every member come to an end, then kill it. Harmless for members that are dead or never came up."""
@@ -115,9 +96,9 @@ class FinalizerPool:
         for actor in actors:
             await asyncio.to_thread(ray.kill, actor)
 
-    async def _reconcile(self, request: FinalizationRequest, message: dict[str, Any]) -> FinalizedGroup:
+    async def _reconcile(self, request: FinalizationRequest) -> FinalizedGroup:
         try:
-            return await self._ask(await self._idlest_alive(), "reconcile", message, request.group_id)
+            return await self._ask(await self._idlest_alive(), "reconcile", request)
         except ActorLost as lost:
             error_type = ComponentDied if lost.died else DeadlineExceeded
             raise error_type(
@@ -126,143 +107,85 @@ class FinalizerPool:
                 "staged rows are kept."
             ) from None
 
-    async def _ask(self, member: _Member, method: str, message: dict[str, Any], group_id: str) -> FinalizedGroup:
-        actor, process = member.actor, member.process
-        member.in_hand[group_id] = None
+    async def _ask(self, member: Member, method: str, request: FinalizationRequest) -> FinalizedGroup:
+        """Raises ActorLost when the member is lost over it, and is then dead."""
+        member.in_hand[request.group_id] = None
         try:
-            reply = await answer(getattr(actor, method).remote(message), self._timeout_s)
+            reply = await member.ask(method, request.model_dump(mode="json"), self._timeout_s)
         except ActorLost as lost:
-            await self._retire(member, actor, process, lost)
+            await self._retire(member, lost)
             raise
         finally:
-            member.in_hand.pop(group_id, None)
+            member.in_hand.pop(request.group_id, None)
         return FinalizedGroup.model_validate(reply)
 
-    async def _idlest(self) -> _Member:
+    async def _idlest(self) -> Member:
         """The ready member with the fewest groups in hand; waits for one to come up when there is none."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._failure or any(m.ready.is_set() for m in self._members))
+            await self._changed.wait_for(lambda: self._failure or self._ready())
             if self._failure is not None:
                 raise self._failure
-            return min((m for m in self._members if m.ready.is_set()), key=lambda m: (len(m.in_hand), m.number))
+            return min(self._ready(), key=lambda member: (len(member.in_hand), member.number))
 
-    async def _idlest_alive(self) -> _Member:
+    def _ready(self) -> list[Member]:
+        return [member for member in self._members.values() if member.ready]
+
+    async def _idlest_alive(self) -> Member:
         """The idlest member that answers. Of two that die at the same time one is known to be dead a moment later, and
         is not to count as the second that a group has lost."""
-        for _ in self._members:
+        for _ in range(self._size):
             member = await self._idlest()
-            actor, process = member.actor, member.process
             try:
-                await answer(actor.__ray_ready__.remote(), self._timeout_s)
+                await member.answers(self._timeout_s)
             except ActorLost as lost:
-                await self._retire(member, actor, process, lost)
+                await self._retire(member, lost)
             else:
-                if member.actor is actor:
+                if member.ready:  # and not lost to another group meanwhile
                     return member
         return await self._idlest()
 
-    async def _retire(self, member: _Member, actor: Any, process: psutil.Process | None, lost: ActorLost) -> None:
-        """Make sure that `actor` does nothing any more, and start another in its place. Returns when it is dead.
-
-        Raises DeadlineExceeded when it does not die: nobody else may have its groups then.
-        """
-        if member.actor is actor:
-            member.actor = None
-            member.ready.clear()
+    async def _retire(self, member: Member, lost: ActorLost) -> None:
+        """Give the place of a lost member to a new one, and return when the lost one is dead; DeadlineExceeded when it
+        does not die. Every group that it had in hand comes here; the first one empties the place."""
+        if self._members.get(member.number) is member:
+            del self._members[member.number]
             self._report("finalizer_lost", finalizer=member.number, why=str(lost), in_hand=list(member.in_hand))
-            task = asyncio.create_task(self._replace(member))
+            task = asyncio.create_task(self._replace(member.number))
             self._replacements.add(task)
             task.add_done_callback(self._replacements.discard)
-        await _until_dead(actor, process, f"finalizer {member.number}")
-        if process is None and not lost.died:
-            await asyncio.sleep(_RAY_KILLS_AFTER_S)  # nobody here sees the end of a process on another machine
+        await member.end(lost)
 
-    async def _replace(self, member: _Member) -> None:
+    async def _replace(self, number: int) -> None:
         began = time.monotonic()
         try:
-            await self._bring_up_again(member, began + self._replace_timeout_s)
+            await self._bring_up_again(number, began + self._replace_timeout_s)
         except Exception as error:
+            self._given_up.add(number)
             async with self._changed:
-                self._replacements.discard(asyncio.current_task())  # type: ignore[arg-type]
-                if not self.actors and not self._replacements:
+                if len(self._given_up) == self._size:
                     self._failure = error  # nobody is left, and nobody comes
                 self._changed.notify_all()
-            self._report("finalizer_not_replaced", finalizer=member.number, error=str(error))
+            self._report("finalizer_not_replaced", finalizer=number, error=str(error))
         else:
             seconds = round(time.monotonic() - began, 3)
-            self._report("finalizer_replaced", finalizer=member.number, seconds=seconds)
+            self._report("finalizer_replaced", finalizer=number, seconds=seconds)
 
-    async def _bring_up_again(self, member: _Member, deadline: float) -> None:
+    async def _bring_up_again(self, number: int, deadline: float) -> None:
         """`_bring_up` until one stays: Ray still sends actors to a node that was lost just now, where they die."""
         while True:
             try:
-                return await self._bring_up(member, max(0.1, round(deadline - time.monotonic(), 1)))
+                return await self._bring_up(number, max(0.1, round(deadline - time.monotonic(), 1)))
             except ComponentDied:
                 if time.monotonic() + _AGAIN_AFTER_S > deadline:
                     raise
             await asyncio.sleep(_AGAIN_AFTER_S)
 
-    async def _bring_up(self, member: _Member, timeout_s: float) -> None:
-        actor, name = self._start_actor(member.number), f"finalizer {member.number}"
-        member.actor, member.process = actor, None
+    async def _bring_up(self, number: int, timeout_s: float) -> None:
+        member = self._members[number] = Member(number, self._start_actor(number))
         try:
-            await within(actor.ready.remote(timeout_s), timeout_s, name, "starting")
-            member.process = await within(_process_of(actor), timeout_s, name, "starting")
+            await member.come_up(timeout_s)
         except Exception:
-            member.actor = None
-            with contextlib.suppress(DeadlineExceeded):  # it has no group that another one might get
-                await _until_dead(actor, None, name)
+            del self._members[number]
             raise
         async with self._changed:
-            member.ready.set()
             self._changed.notify_all()
-
-
-async def _process_of(actor: Any) -> psutil.Process | None:
-    """The process behind an actor; None where it is on another machine."""
-    import ray
-
-    node, pid = await actor.__ray_call__.remote(_whereabouts)
-    if node != ray.get_runtime_context().get_node_id():
-        return None
-    try:
-        return psutil.Process(pid)
-    except psutil.NoSuchProcess:
-        return None  # dead again; whoever asks it for something hears so
-
-
-def _whereabouts(_: Any) -> tuple[str, int]:
-    import ray
-
-    return ray.get_runtime_context().get_node_id(), os.getpid()
-
-
-async def _until_dead(actor: Any, process: psutil.Process | None, name: str) -> None:
-    """Kill an actor and wait until Ray says that it is dead, and until its `process` is gone, which is another matter:
-    of one that does not listen, because it is stopped or waits for a disk, Ray says so some seconds earlier."""
-    import ray
-
-    await asyncio.to_thread(ray.kill, actor)
-    if process is not None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    deadline = time.monotonic() + _GONE_WITHIN_S
-    while not (await _said_dead(actor) and (process is None or _is_gone(process))):
-        if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"{name} was killed and is not dead after {_GONE_WITHIN_S:g} s")
-        await asyncio.sleep(_GONE_EVERY_S)
-
-
-async def _said_dead(actor: Any) -> bool:
-    try:
-        await answer(actor.__ray_ready__.remote(), _GONE_WITHIN_S / 3)
-    except ActorLost as lost:
-        return lost.died
-    return False
-
-
-def _is_gone(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True

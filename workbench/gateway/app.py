@@ -131,6 +131,7 @@ class Gateway:
 
     async def close(self) -> None:
         await self.end_calls()
+        self.refused.tell_counted()
         self.retries.close()
         await self.upstream.close()
         self.custodian.close()
@@ -173,6 +174,7 @@ class Gateway:
         if not self.settings.capture_enabled:
             return await self._pass("POST", dialect.path, raw, rollout_id=rollout_id)
         body = _json_object(raw)
+        dialect.check(body)
         if len(request.headers.getlist(COMPACTION_HEADER)) > 1:
             raise Refused(400, f"Header {COMPACTION_HEADER} came more than once; expected one.", "key_ambiguous")
         after, stored_input = dialect.named_response(body), dialect.stored_input(body)

@@ -32,6 +32,10 @@ _WINDOW_IS_FULL = re.compile(
     # Of a prompt that leaves no room at all; a request that asks for none itself is refused before (pins).
     r"|max_tokens must be at least 1, got 0\b"
 )
+_NEXT_OF_A_FULL_WINDOW = (
+    "Next: end the conversation here and keep what it has (a rollout trains on it), or begin another one that is "
+    "shorter; the window is as long as the recipe's model.max_model_len says."
+)
 
 
 @dataclass
@@ -91,7 +95,8 @@ def stopping() -> Refused:
 
 
 def from_worker(status: int, body: bytes) -> Refused:
-    """What the agent is told when the worker refused: its own words, with a code where the window is full."""
+    """What the agent is told when the worker refused: its own words, with a code and a next step where the window
+    is full."""
     try:
         answer = orjson.loads(body)
         error = answer.get("error", answer)
@@ -99,7 +104,7 @@ def from_worker(status: int, body: bytes) -> Refused:
     except (orjson.JSONDecodeError, AttributeError):
         message = body[:300].decode("utf-8", "replace")
     if 400 <= status < 500 and _WINDOW_IS_FULL.match(message):
-        return Refused(400, message, CONTEXT_LENGTH_EXCEEDED, "messages")
+        return Refused(400, f"{message} {_NEXT_OF_A_FULL_WINDOW}", CONTEXT_LENGTH_EXCEEDED, "messages")
     if status in (401, 403):
         # Between gateway and worker; the agent can do nothing about it and must not learn of the token.
         return Refused(502, "The policy worker refused its gateway.", "worker_refused_gateway")

@@ -1,16 +1,18 @@
-"""Refused log: what the gateway refused or changed, as lines of a file that whoever serves an agent's author follows.
+"""Refused log: what the gateway refused or changed, as lines of a file that whoever serves an agent's author follows,
+and that a run's refusals are counted from.
 
-Every refusal is counted (metrics); the file gets a JSON line each, at most `BURST` in `WINDOW_S` seconds a process and
-then one that says so. Of a field that an agent set and the recipe replaces, the first request has a line. Invariant:
-nothing of a request's headers and body but such a field's value, cut to `LONGEST_VALUE` characters, and what the
-refusal's own words quote, cut to `LONGEST`. Not here: calls that were admitted and failed (they have rows in the
-ledger), showing the lines.
+Every refusal is counted (metrics); the file gets a JSON line each, at most `BURST` in `WINDOW_S` seconds a process,
+then one that says so, and later one a rollout and code with how often (`times`). Of a field that an agent set and the
+recipe replaces, the first request has a line. Invariant: nothing of a request's headers and body but such a field's
+value, cut to `LONGEST_VALUE` characters, and what the refusal's own words quote, cut to `LONGEST`. Not here: calls that
+were admitted and failed (they have rows in the ledger), showing and counting the lines.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from pathlib import Path
 
 import orjson
@@ -24,6 +26,7 @@ from workbench.wire import check_rollout_id
 BURST, WINDOW_S = 10, 10.0
 LONGEST, LONGEST_VALUE = 240, 40
 MOST_BYTES = 4 * 2**20
+MOST_COUNTED = 1_000
 _NOBODYS_FAULT = ("client_left", "gateway_stopping")
 
 
@@ -35,6 +38,7 @@ class RefusedLog:
         self._metrics = metrics
         self._window_began = -WINDOW_S
         self._written = 0
+        self._counted: Counter[tuple[str | None, int, str]] = Counter()
         self._changed: set[str] = set()
 
     def note(self, refused: Refused, request: Request) -> None:
@@ -44,13 +48,24 @@ class RefusedLog:
             return
         now = time.monotonic()
         if now - self._window_began >= WINDOW_S:
+            self.tell_counted()
             self._window_began, self._written = now, 0
         self._written += 1
         if self._written <= BURST:
             self._append({"rollout_id": _rollout_of(request), "status": refused.status, "code": refused.code,
                           "message": _plain(refused.message)})  # fmt: skip
-        elif self._written == BURST + 1:
+            return
+        if self._written == BURST + 1:
             self._append({"more_within_s": round(WINDOW_S - (now - self._window_began), 1)})
+        # A name that an agent made up costs memory only so often.
+        rollout_id = _rollout_of(request) if len(self._counted) < MOST_COUNTED else None
+        self._counted[rollout_id, refused.status, refused.code] += 1
+
+    def tell_counted(self) -> None:
+        """Append what was only counted since the last time."""
+        for (rollout_id, status, code), times in self._counted.items():
+            self._append({"rollout_id": rollout_id, "status": status, "code": code, "times": times})
+        self._counted.clear()
 
     def changed(self, rollout_id: str, field: str, came: object, used: object) -> None:
         """The field of a request came as `came` and goes to the worker as `used`; None: it is left out."""

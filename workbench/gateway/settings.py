@@ -38,7 +38,7 @@ class GatewaySettings(BaseModel):
     ledger_dir: str
     """Directory of the custody ledger; several gateways may share it."""
     refused_path: str | None = None
-    """File that gets a line for every request that is refused (`refused_log`). None: they are counted alone."""
+    """File that gets a line for requests that are refused (`refused_log`). None: they are counted alone."""
     worker_url: str | Annotated[list[str], Field(min_length=1)]
     """Base address of the policy worker, without `/v1`; of several workers a list. All calls of a rollout go to one of
     them (`upstream`)."""

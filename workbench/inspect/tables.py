@@ -1,9 +1,9 @@
 """Tables: why rollouts were thrown away.
 
 `PoisonTable`: every cause by count and share over steps, its explanation, an example with call and token position, and
-below it the calls that were not captured at all, with what differs in those that continued no recorded call. The live
-view opens the chain of any rejected rollout. Invariant: the counts add up to the rejected rollouts; a cause that is not
-in the vocabulary is shown under its own name, not dropped.
+below it the requests that were refused and the calls that were not captured at all, with what differs in those that
+continued no recorded call. The live view opens the chain of any rejected rollout. Invariant: the counts add up to the
+rejected rollouts; a cause that is not in the vocabulary is shown under its own name, not dropped.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from workbench.inspect.snapshot import LiveView
 from workbench.inspect.style import bar_list, panels, say_nothing_to_show
 from workbench.runs.drift import drift_frame
 from workbench.runs.early import count_early, early_words
+from workbench.runs.refused import by_code, refused_words
 
 if TYPE_CHECKING:
     from workbench.inspect.live.poison import PoisonAndChain
@@ -84,6 +85,10 @@ class PoisonTable(LiveView):
             )
             .sort(["calls", "failure_reason", "detail"], descending=[True, False, False], nulls_last=True)
         )
+        refused: pl.DataFrame | None = getattr(run, "refused", None)
+        self.refused = None if refused is None else refused.filter(by="gateway")
+        """Requests that the gateway refused, a row a rollout and reason (those of the engine are among the failures);
+        None where the source keeps none, as a ledger."""
         self.last_step: int = max(rollouts["step"].drop_nulls().to_list(), default=0)
         self.by_step = (
             rejected.drop_nulls("step").group_by("cause", "step").agg(pl.len().cast(pl.Int64).alias("rollouts"))
@@ -148,6 +153,10 @@ class PoisonTable(LiveView):
             parts += [self._details_of(row) for row in self.causes.to_dicts() if row["details"] > 1]
         if self.early:
             parts.append(markup.line(f"Ended early, with a vote all the same: {early_words(self.early, self.total)}."))
+        if self.refused is not None and (words := refused_words(self.refused)) is not None:
+            parts.append(markup.line(f"Requests that the gateway refused, and of which there is no call: {words}."))
+            told = ("refused as", "requests", "rollouts", "example", "what it was told first")
+            parts.append(markup.table(told, [_refused_row(row) for row in by_code(self.refused).to_dicts()]))
         if self.failures.height:
             calls = int(self.failures["calls"].sum())
             parts.append(
@@ -242,6 +251,16 @@ class PoisonTable(LiveView):
             markup.Cell(f"{row['rollouts']:,}", right=True),
             row["example"],
         ]
+
+
+def _refused_row(row: dict[str, Any]) -> list[markup.Cell | str]:
+    return [
+        markup.Cell(f"{row['status']} {row['code']}", strong=True),
+        markup.Cell(f"{row['requests']:,}", right=True),
+        markup.Cell(f"{row['rollouts']:,}", right=True),
+        row["example"] or "–",
+        row["message"] or "–",
+    ]
 
 
 def place_of(call_id: str | None, position: int | None, rollout_id: str) -> str:

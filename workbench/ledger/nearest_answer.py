@@ -25,8 +25,9 @@ _NEXT = (
 
 
 def nearest_answer(calls: Sequence[CallItems], response: Mapping[str, Any]) -> str | None:
-    """What `response` nearly is; None where it has no text, or no answer of `calls` has."""
-    left = "".join(visible_text(item.get("content")) for item in scored_items(response) if isinstance(item, Mapping))
+    """What `response` nearly is; None where it has no message, or no answer of `calls` has a text."""
+    messages = [item for item in scored_items(response) if isinstance(item, Mapping)]
+    left = "".join(visible_text(item.get("content")) for item in messages)
     answers = [
         (call.model_call_id[:_CALL_CHARS], item, _text(item))
         for call in calls
@@ -34,8 +35,11 @@ def nearest_answer(calls: Sequence[CallItems], response: Mapping[str, Any]) -> s
         if item.authored and item.role != "reasoning"
     ]
     answers = [answer for answer in answers if answer[2]]
-    if not left or not answers:
+    if not messages or not answers:
         return None
+    if not left:
+        call, _, served = answers[-1]
+        return f"the response that was left has no text; call {call} answered {_excerpt(served)!r}. {_NEXT}"
     whole = forms_of(left)
     best = max(
         range(len(answers)),

@@ -38,6 +38,7 @@ from workbench.runs.custody import Ledgers, holds_records, is_ledger, known_call
 from workbench.runs.damage import in_short, lost_log, torn_lines
 from workbench.runs.files import RunFiles
 from workbench.runs.finding import find, is_run, no_run
+from workbench.runs.refused import refused_frame
 from workbench.runs.staged import staged_call
 from workbench.runs.tokens import call_path_tokens, row_tokens, sampled_logprobs
 from workbench.runs.trained import trained_steps, with_steps
@@ -192,6 +193,11 @@ class Run:
         return pl.DataFrame(
             rows, schema={"run": pl.String, "at": pl.Float64, "kind": pl.String, "fields": pl.String}, strict=False
         )
+
+    @property
+    def refused(self) -> pl.DataFrame:
+        """One row a rollout and reason for which requests of its agent were refused; columns: `runs.refused`."""
+        return refused_frame(self._files.lines("refused"), self.calls)
 
     # -- on demand ---------------------------------------------------------------------------------------------
 

@@ -59,13 +59,14 @@ def save(
     """Write `directory`/step-<step> and return it; of lower steps all but the last `keep` − 1 are removed.
 
     `weights` are float32 by parameter name, a tied one once; `source` is the model folder they started from.
+    Raises TrainerError where the disk is full.
     """
     target = _folder(directory, step)
-    with whole_folder(target) as draft:
+    state = {f"{name}.{key}": value for name, values in optimizer.items() for key, value in values.items()}
+    state |= {f"{_GENERATOR}{device}": value for device, value in generators.items()}
+    with whole_folder(target, sum(tensor.nbytes for tensor in (*weights.values(), *state.values()))) as draft:
         (draft / "model").mkdir()
         write_model(draft / "model", weights, source, torch.float32)
-        state = {f"{name}.{key}": value for name, values in optimizer.items() for key, value in values.items()}
-        state |= {f"{_GENERATOR}{device}": value for device, value in generators.items()}
         save_file({name: value.contiguous() for name, value in state.items()}, draft / _TRAINER)
         files = {str(path.relative_to(draft)): _fingerprint(path) for path in _files(draft)}
         manifest = {"layout": LAYOUT, "step": step, "files": files}

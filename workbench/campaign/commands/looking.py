@@ -53,9 +53,12 @@ def inspect(run_dir: Path, rollout: str | None) -> None:
 
     RUN may also be a directory of ledgers, as a NeMo Gym run leaves one.
     """
+    import polars as pl
+
     from workbench import runs
     from workbench.campaign.listing import rollout_lines
     from workbench.runs.damage import in_short
+    from workbench.runs.refused import refused_words
 
     stored = runs.open_any(run_dir)
     if rollout is None:
@@ -63,6 +66,9 @@ def inspect(run_dir: Path, rollout: str | None) -> None:
         click.echo(repr(stored).removesuffix(in_short(damage, stored.path)))
         for words in damage[:_SHOWN]:
             say(f"  left out: {words}", 4)
+        refused = refused_words(getattr(stored, "refused", pl.DataFrame()))
+        if refused is not None:
+            say(f"  refused requests: {refused}", 4)
         lines = rollout_lines(stored, _SHOWN)
         for line in lines:
             say(line, 4)
@@ -72,6 +78,10 @@ def inspect(run_dir: Path, rollout: str | None) -> None:
     from workbench.inspect import PrefixChain
     from workbench.runs.drift import drift_frame, sentences
 
+    # First, for a rollout of which everything was refused has no calls to show.
+    for row in stored.refused.filter(rollout_id=rollout).to_dicts() if hasattr(stored, "refused") else ():
+        said = f": {row['message']}" if row["message"] else ""
+        click.echo(f"refused by the {row['by']}, {row['requests']:,} ×: {row['status']} {row['code']}{said}")
     click.echo(PrefixChain(stored, rollout).to_text())
     for sentence in sentences(drift_frame(stored, rollout)):
         click.echo(sentence)

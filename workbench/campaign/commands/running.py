@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from workbench.campaign.commands.given import RECIPE_HELP, RUN, RUN_HELP, checked_recipe, say
 from workbench.errors import SetupError
+
+if TYPE_CHECKING:
+    from workbench.config import Recipe
 
 
 @click.command(epilog=RECIPE_HELP)
@@ -28,6 +32,7 @@ def run(recipe: str, overrides: tuple[str, ...], run_name: str | None, dry_run: 
     from workbench.campaign.doctor import refuse_unable
 
     checked = checked_recipe(recipe, overrides)
+    _remark_on_memory(checked)
     if dry_run:
         from workbench.campaign.plan import lacking, plan
 
@@ -99,6 +104,7 @@ def resume(run_dir: Path, overrides: tuple[str, ...]) -> None:
     for broken in broken_status(run_dir):
         say(f"workbench: {broken}, so how the run ended is not known; it goes on from its records", 2, err=True)
     refuse_unable(recipe)
+    _remark_on_memory(recipe)
     from workbench.campaign import runner
 
     sys.exit(runner.resume_run(recipe, run_dir))
@@ -119,4 +125,14 @@ def sweep(recipe: str, overrides: tuple[str, ...]) -> None:
     planned, recipes = plan_sweep(recipe, overrides, checked_recipe)
     for each in recipes:
         refuse_unable(each)
+    _remark_on_memory(*recipes)
     sys.exit(run_sweep(planned, recipes))
+
+
+def _remark_on_memory(*recipes: Recipe) -> None:
+    """A line where the machine's memory may not suffice: a campaign that outgrows it is killed, minutes later."""
+    from workbench.campaign.doctor import memory_remark
+
+    for remark in dict.fromkeys(map(memory_remark, recipes)):
+        if remark:
+            say(f"workbench: {remark}", 2, err=True)

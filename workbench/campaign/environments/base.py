@@ -55,7 +55,7 @@ class AgentResult:
 
 @dataclass(frozen=True)
 class Reward:
-    """`total`, any finite number; `components` are its parts by name. Those shipped are in [0, 1]."""
+    """`total`, a number between -1e15 and 1e15; `components` are its parts by name. Those shipped are in [0, 1]."""
 
     total: float
     components: dict[str, float] = field(default_factory=dict)

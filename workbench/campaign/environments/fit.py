@@ -19,6 +19,8 @@ import orjson
 from workbench import own_code
 from workbench.campaign.environments.base import AgentResult, Environment, Reward, Task
 
+LARGEST = 1e15
+"""Of a reward: advantages of larger ones would make the gradient infinite, or their squares would."""
 _CALLED_WITH = {
     "task": ("seed",),
     "run": ("client", "model", "task", "rng"),
@@ -94,15 +96,15 @@ def reward_of(environment: Environment, reward: Any) -> Reward | str:
         return f"{came} {own_code.a(reward)}, expected Reward(total, components)"
     if not isinstance(reward.components, Mapping):
         return f"{came} a Reward whose components are {own_code.shown(reward.components)}, expected a dict of numbers"
-    if not math.isfinite(total := _number(reward.total)):
-        return f"{came} a Reward whose total is {own_code.shown(reward.total)}, expected a finite number"
+    if wrong := _wrong(total := _number(reward.total)):
+        return f"{came} a Reward whose total is {own_code.shown(reward.total)}, {wrong}"
     parts: dict[str, float] = {}
     for name, value in reward.components.items():
         if not own_code.is_text(name):
             return f"{came} a Reward with a component named {own_code.shown(name)}, expected a text"
         parts[name] = _number(value)
-        if not math.isfinite(parts[name]):
-            return f"{came} a Reward whose component {name!r:.80} is {own_code.shown(value)}, expected a finite number"
+        if wrong := _wrong(parts[name]):
+            return f"{came} a Reward whose component {name!r:.80} is {own_code.shown(value)}, {wrong}"
     return Reward(total, parts)
 
 
@@ -114,6 +116,13 @@ def parts_fault(environment: Environment, reward: Reward | str, needed: frozense
     has = ", ".join(sorted(reward.components)) or "none"
     came = f"{_where(environment, 'reward')} returned a Reward without the component {lacking}"
     return f"{came}, which the recipe's estimator needs of every one; it has {has}"
+
+
+def _wrong(number: float) -> str:
+    """What was expected in its place; empty where nothing is wrong with it."""
+    if not math.isfinite(number):
+        return "expected a finite number"
+    return "" if abs(number) <= LARGEST else f"expected a number between {-LARGEST:g} and {LARGEST:g}"
 
 
 def _number(value: Any) -> float:

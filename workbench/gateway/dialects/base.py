@@ -1,8 +1,9 @@
 """Base: what the gateway asks of an API dialect.
 
-A dialect turns a request into conversation items, says which fields of it may not pass as they are, recognises the
-frame that must wait for custody, puts a streamed response together again, names the items and the id of what was
-served, and words a refusal as its clients read it. Everything else in the gateway is the same for all of them.
+A dialect refuses what its engine would not read, turns a request into conversation items, says which fields of it may
+not pass as they are, recognises the frame that must wait for custody, puts a streamed response together again, names
+the items and the id of what was served, and words a refusal as its clients read it. Everything else in the gateway is
+the same for all of them.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ class Dialect(Protocol):
     path: str
     """Of the worker's route."""
     max_tokens_field: str
+
+    def check(self, body: Mapping[str, Any]) -> None:
+        """Raises `Refused` where the request says something that the engine would leave out without a word."""
 
     def request_items(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The conversation in a request, its envelope first. Raises `Refused` for a request without one."""

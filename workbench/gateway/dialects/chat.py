@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from workbench.gateway.dialects.base import Dialect, given
+from workbench.gateway.dialects.unread import check_chat
 from workbench.gateway.refusals import Refused
 from workbench.gateway.sse import Frame, encode
 from workbench.wire.fingerprints import request_envelope
@@ -28,6 +29,9 @@ class ChatDialect(Dialect):
     name = "chat"
     path = "/v1/chat/completions"
     max_tokens_field = "max_tokens"
+
+    def check(self, body: Mapping[str, Any]) -> None:
+        check_chat(body.get("messages"))
 
     def request_items(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         messages = body.get("messages")

@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from workbench.gateway.dialects.base import Dialect, given
+from workbench.gateway.dialects.unread import check_messages
 from workbench.gateway.refusals import Refused
 from workbench.gateway.sse import Frame, encode
 from workbench.wire.fingerprints import request_envelope
@@ -35,6 +36,9 @@ class MessagesDialect(Dialect):
     name = "messages"
     path = "/v1/messages"
     max_tokens_field = "max_tokens"
+
+    def check(self, body: Mapping[str, Any]) -> None:
+        check_messages(body.get("messages"), body.get("system"))
 
     def request_items(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         messages = body.get("messages")

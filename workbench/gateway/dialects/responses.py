@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from workbench.gateway.dialects.base import Dialect, given
+from workbench.gateway.dialects.unread import check_responses
 from workbench.gateway.refusals import Refused
 from workbench.gateway.sse import Frame, encode
 from workbench.wire.fingerprints import is_model_authored, request_envelope
@@ -31,6 +32,9 @@ class ResponsesDialect(Dialect):
     name = "responses"
     path = "/v1/responses"
     max_tokens_field = "max_output_tokens"
+
+    def check(self, body: Mapping[str, Any]) -> None:
+        check_responses(body.get("input"))
 
     def request_items(self, body: Mapping[str, Any]) -> list[dict[str, Any]]:
         for tool in _objects(body.get("tools"), "tools"):
