@@ -21,7 +21,7 @@ from workbench import runs
 from workbench.campaign.cli import main
 from workbench.campaign.environments import make_environment
 from workbench.campaign.rollouts import RolloutPlan, RolloutPlayer
-from workbench.campaign.verify_run import verify_run
+from workbench.campaign.verify import verify_run
 from workbench.config import load_recipe
 from workbench.demo.bench import open_bench
 from workbench.errors import RecipeError

@@ -23,7 +23,7 @@ from campaign.loop_time import MOST_OWN_P99_S
 from campaign.scripted_fleet import Running, own_data_plane, scripted_recipe
 
 from workbench import runs
-from workbench.campaign.verify_run import verify_run
+from workbench.campaign.verify import verify_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(7200)]
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from workbench import models, runs
 from workbench.campaign.left_off import read_left_off
-from workbench.campaign.verify_run import verify_run
+from workbench.campaign.verify import verify_run
 
 CASE = Path(__file__).with_name("resume_case.py")
 ENDS_WITHIN_S = 180.0

@@ -16,7 +16,7 @@ import pytest
 from campaign.loop_time import MOST_OWN_P99_S
 
 from workbench import models, runs
-from workbench.campaign.verify_run import verify_run
+from workbench.campaign.verify import verify_run
 
 pytestmark = [pytest.mark.engine, pytest.mark.ray, pytest.mark.timeout(420)]
 

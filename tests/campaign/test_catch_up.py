@@ -22,7 +22,7 @@ from workbench import runs
 from workbench.campaign.controller import run_campaign
 from workbench.campaign.policy import PolicyWorkers
 from workbench.campaign.proof import SyncProof
-from workbench.campaign.verify_run import verify_run
+from workbench.campaign.verify import verify_run
 from workbench.config import load_recipe
 from workbench.demo import recorded_run
 from workbench.errors import ComponentDied

@@ -29,7 +29,7 @@ from campaign.scripted_fleet import (
 from chains import Chain
 
 from workbench import runs
-from workbench.campaign.verify_run import verify_run
+from workbench.campaign.verify import verify_run
 from workbench.capture.staging import TransferQueueSink
 from workbench.errors import ComponentDied
 

@@ -13,7 +13,7 @@ from workbench import runs
 from workbench.campaign.listing import list_lines, rollout_lines
 from workbench.campaign.notebook_file import Outcome
 from workbench.campaign.summary import Summary, summarise
-from workbench.campaign.verify_run import verify_run
+from workbench.campaign.verify import verify_run
 from workbench.demo.bench import Bench, open_bench
 from workbench.inspect import CampaignBoard, Engagement
 from workbench.runs.shelf import overview

@@ -19,7 +19,7 @@ from train.samples import MemoryRows
 from train.test_recompute import recompute
 
 from workbench import models, runs
-from workbench.campaign.verify_run import verify_run
+from workbench.campaign.verify import verify_run
 from workbench.train import Trainer
 from workbench.train.restore import stored_step
 from workbench.wire import decode_routes

@@ -21,7 +21,7 @@ from workbench import runs
 from workbench.campaign.controller import run_campaign
 from workbench.campaign.proof import SyncProof
 from workbench.campaign.resume import resumable
-from workbench.campaign.verify_run import verify_run
+from workbench.campaign.verify import verify_run
 from workbench.config import load_recipe
 from workbench.runs.shelf import overview
 

@@ -22,7 +22,7 @@ from capture.test_engine import Tap
 from workbench import dataplane, models, runs
 from workbench.campaign.environments import make_environment
 from workbench.campaign.rollouts import RolloutPlan, RolloutPlayer
-from workbench.campaign.verify_run import verify_run
+from workbench.campaign.verify import verify_run
 from workbench.capture.staging import TransferQueueSink, TransferQueueSource
 from workbench.config import load_recipe
 from workbench.finalizer.actor import Finalizer

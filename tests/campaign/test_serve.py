@@ -26,7 +26,7 @@ import pytest
 from workbench import runs
 from workbench.campaign.ask_receipt import ask_receipt
 from workbench.campaign.serve import greeting
-from workbench.campaign.verify_run import verify_run
+from workbench.campaign.verify import verify_run
 from workbench.config import load_recipe
 from workbench.errors import ComponentDied, RunStoreError, WorkbenchError
 from workbench.gateway.settings import CONTROL_TOKEN, WORKER_TOKEN

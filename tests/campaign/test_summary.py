@@ -19,7 +19,7 @@ from workbench.campaign.progress import ProgressLine, describe
 from workbench.campaign.record_demo import record_demo
 from workbench.campaign.runner import NotebookResult, conclude, resume_run
 from workbench.campaign.summary import summarise
-from workbench.campaign.verify_run import verify_run
+from workbench.campaign.verify import verify_run
 from workbench.config import load_recipe
 from workbench.errors import RunStoreError, SetupError
 from workbench.finalizer import parts

@@ -14,7 +14,7 @@ from campaign.scripted_fleet import STARTS_WITHIN_S, Running, empty_data_plane, 
 from workbench import runs
 from workbench.campaign.notebook_file import Outcome
 from workbench.campaign.summary import summarise
-from workbench.campaign.verify_run import verify_run
+from workbench.campaign.verify import verify_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(800)]
 

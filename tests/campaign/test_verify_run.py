@@ -16,8 +16,8 @@ import pytest
 from stored_run import make_run, rewrite_json_line
 
 from workbench import runs
-from workbench.campaign.verify_report import NOT_COVERED
-from workbench.campaign.verify_run import VerifyReport, verify_run
+from workbench.campaign.verify import VerifyReport, verify_run
+from workbench.campaign.verify.report import NOT_COVERED
 from workbench.errors import RunStoreError
 from workbench.runs import schema
 from workbench.runs.writer import RunWriter, write_part

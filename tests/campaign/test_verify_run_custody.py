@@ -13,7 +13,7 @@ from stored_run import StoredRun, rewrite_json_line
 
 from workbench import runs
 from workbench.campaign.cli import main
-from workbench.campaign.verify_run import VerifyReport, verify_run
+from workbench.campaign.verify import VerifyReport, verify_run
 from workbench.errors import RolloutFrozen
 from workbench.ledger import LedgerStore
 from workbench.runs.frames import read_lines

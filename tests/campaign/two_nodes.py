@@ -23,7 +23,7 @@ from workbench.campaign.fleet import Fleet
 from workbench.campaign.node_check import check_nodes
 from workbench.campaign.placement import Bundle
 from workbench.campaign.resume import resumable
-from workbench.campaign.verify_run import verify_run
+from workbench.campaign.verify import verify_run
 from workbench.errors import SetupError, WorkbenchError
 from workbench.finalizer.messages import FinalizationRequest, RolloutOutcome
 from workbench.finalizer.pool import FinalizerPool

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from workbench.campaign.verify_run import verify_run
+from workbench.campaign.verify import verify_run
 from workbench.demo import recorded_ledger, recorded_run
 from workbench.demo.bench import open_bench
 from workbench.errors import RunStoreError, SetupError

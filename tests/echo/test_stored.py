@@ -8,7 +8,7 @@ import pytest
 from echo.test_rows import call
 
 from workbench import runs
-from workbench.campaign.verify_run import verify_run
+from workbench.campaign.verify import verify_run
 from workbench.config import load_recipe
 from workbench.echo import EchoedCall, assemble_echo
 from workbench.echo.finalizer import call_rows

@@ -14,7 +14,7 @@ from workbench.campaign.cli import main
 from workbench.campaign.listing import list_lines, listing
 from workbench.campaign.notebook_file import Outcome
 from workbench.campaign.summary import summarise
-from workbench.campaign.verify_run import verify_run
+from workbench.campaign.verify import verify_run
 from workbench.inspect import PoisonTable
 from workbench.runs.refused import REFUSED_FILE
 from workbench.wire import Cause

@@ -3,7 +3,7 @@
 In: JSONL files (or directories of them), one case a line: `case`, `input`, `expect`. Out: passed and failed per kind,
 and of every failure the first field that differs. The kind is told by the shape of a case, not by the file's name.
 Invariant: what a case expects is taken out before its input reaches the code under test.
-Not here: how a kind of case is run (`conformance_cases`), checks of a stored run (`verify_run`).
+Not here: how a kind of case is run (`conformance_cases`), checks of a stored run (`verify`).
 """
 
 from __future__ import annotations

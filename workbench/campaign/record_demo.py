@@ -23,7 +23,7 @@ import orjson
 import polars as pl
 
 from workbench import runs
-from workbench.campaign.verify_run import verify_run
+from workbench.campaign.verify import verify_run
 from workbench.errors import RunStoreError
 from workbench.runs.custody import SUFFIX
 from workbench.runs.frames import read_lines

@@ -6,7 +6,7 @@ of the first verified rollout the trained row's tokens hash to what its terminal
 Invariant: the verdict is `engaged` only when all of them hold, and `NOT on` only where one speaks against it. What
 holds for some of the calls or rollouts is `partly`, never `yes`: capture works, and something was still lost.
 Beside it stands what has a vote and may not be what one thinks (`remarks`).
-Not here: verifying every digest (campaign.verify_run).
+Not here: verifying every digest (campaign.verify).
 """
 
 from __future__ import annotations

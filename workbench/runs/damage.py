@@ -2,7 +2,7 @@
 
 In: the scanned journals of a run, its ledger files, its Parquet parts. Out: one sentence a line, part or log
 that is missing from the frames, with its file and place, and the short form of all for the run's own sentence.
-Not here: leaving lines and parts out (frames), digests (campaign.verify_run).
+Not here: leaving lines and parts out (frames), digests (campaign.verify).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ reader never writes into a run. A part that is there is whole (the writer rename
 costs itself and not the sight of the others, and `run.damage` (and the run's own sentence) says that it is missing.
 Frames of things hold no token arrays; those come on demand.
 Not here: reading and keeping files (files), which columns there are (schema, frames), foreign ledgers (foreign),
-proving digests (campaign.verify_run).
+proving digests (campaign.verify).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ In: a row of the calls table, arrays included. Out: a `StagedCall`, digests unch
 their own as plain bytes, a third smaller than in their envelope, and the extras keep the envelope's head.
 Invariants: `together(*apart(extras))` gives the extras back, text for text; the recorded fields,
 and where the fetched call differed from them (`snapshot`), its own: what was wrong then is still wrong.
-Not here: recomputing (`workbench.wire`), comparing a whole run (`campaign.verify_run`).
+Not here: recomputing (`workbench.wire`), comparing a whole run (`campaign.verify`).
 """
 
 from __future__ import annotations

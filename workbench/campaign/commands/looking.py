@@ -95,9 +95,9 @@ def verify(run_dir: Path) -> None:
     What needs the model is left out, and said to be. Exit 1 when something does not hold, or when there is nothing to
     verify yet.
     """
-    from workbench.campaign import verify_run
+    from workbench.campaign.verify import verify_run
 
-    result = verify_run.verify_run(run_dir)
+    result = verify_run(run_dir)
     click.echo(result)
     sys.exit(0 if result.ok and not result.empty else 1)
 

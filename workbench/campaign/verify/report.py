@@ -2,7 +2,7 @@
 
 Invariant: the report claims no more than was done: a run without a finished group, without receipts or without its
 ledgers says so in its one line.
-Not here: the recomputing (verify_run, verify_ledger).
+Not here: the recomputing (run, ledger).
 """
 
 from __future__ import annotations

@@ -3,11 +3,11 @@
 In: a run directory. Out: a `VerifyReport`. For every stored call: call digest, extras digest, chain hash and cumulative
 hash from its own tokens and its parent's; for every group: receipts verified and linearised again, and the parts that
 come of them compared with the stored ones, column by column, id by id, log-prob by log-prob, placeholders and their
-causes included; against the ledgers: the same calls and failures (verify_ledger); for every group and step: what its
-line and the trainer's part say (verify_steps); and what the run says of itself as a whole (verify_account).
+causes included; against the ledgers: the same calls and failures (ledger); for every group and step: what its
+line and the trainer's part say (steps); and what the run says of itself as a whole (account).
 Invariant: one changed bit in a call, a receipt, a ledger row or a row is a named difference (file, rollout, call),
 never an exception. Excepted is what a run has no second copy of: a rollout's `duration_s`, its `detail` where nothing
-was rejected for it, a receipt's reward of 0 that becomes none, and the ledger's columns that verify_ledger names. A
+was rejected for it, a receipt's reward of 0 that becomes none, and the ledger's columns that `ledger` names. A
 call that was already wrong when it was staged, and whose rollout was rejected for that, is as recorded.
 """
 
@@ -21,12 +21,12 @@ import numpy as np
 import orjson
 from pydantic import ValidationError
 
-from workbench.campaign.verify_account import verify_account
-from workbench.campaign.verify_events import read_told
-from workbench.campaign.verify_ledger import verify_ledgers
-from workbench.campaign.verify_logs import recorded, verify_lines, verify_words
-from workbench.campaign.verify_report import VerifyReport
-from workbench.campaign.verify_steps import Recomputed, verify_group_lines, verify_step_lines, verify_steps
+from workbench.campaign.verify.account import verify_account
+from workbench.campaign.verify.events import read_told
+from workbench.campaign.verify.ledger import verify_ledgers
+from workbench.campaign.verify.logs import recorded, verify_lines, verify_words
+from workbench.campaign.verify.report import VerifyReport
+from workbench.campaign.verify.steps import Recomputed, verify_group_lines, verify_step_lines, verify_steps
 from workbench.echo.finalizer import ECHOED, stored_chains
 from workbench.echo.rows import assemble_echo
 from workbench.errors import RunStoreError, StagingError, WireError

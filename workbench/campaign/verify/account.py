@@ -5,7 +5,7 @@ remark: a kill may have come before it), and for a value that other records of t
 with its digest, which the events hold, and with what was sampled and trained by it; a vocabulary with the tokenizer
 beside the weights that the run published, where one is left.
 Invariant: a summary is compared only where nothing else differs: it would differ for the same reason.
-Not here: groups and steps (verify_run, verify_steps); whether the files can be read (verify_logs).
+Not here: groups and steps (run, steps); whether the files can be read (logs).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 import orjson
 
 from workbench.campaign.run_place import is_held
-from workbench.campaign.verify_compare import SINGLE, changed, dotted
-from workbench.campaign.verify_events import Told
-from workbench.campaign.verify_report import VerifyReport
-from workbench.campaign.verify_steps import Recomputed
+from workbench.campaign.verify.compare import SINGLE, changed, dotted
+from workbench.campaign.verify.events import Told
+from workbench.campaign.verify.report import VerifyReport
+from workbench.campaign.verify.steps import Recomputed
 from workbench.errors import RunStoreError
 from workbench.finalizer.metrics import GroupMetrics
 from workbench.runs.condition import broken_recipe

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from workbench.campaign.verify_report import VerifyReport
+from workbench.campaign.verify.report import VerifyReport
 from workbench.errors import LedgerCorrupt, RunStoreError
 from workbench.finalizer.messages import RolloutOutcome
 from workbench.ledger.resolve import CustodyRow, FailureRow

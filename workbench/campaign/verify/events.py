@@ -3,7 +3,7 @@
 In: events.jsonl. Out: `Told`: how each group was started, why rollouts were rejected, how many groups were given up,
 where the run was gone on with and how it ended. Invariant: of what happened again after a stop only the last time
 counts, as in the lines that were written of it.
-Not here: comparing (verify_steps, verify_account).
+Not here: comparing (steps, account).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In: a run directory. Out: differences for lines and files that cannot be read, for a line without what each has, and for
 what was trained and has no line; remarks for what was never acknowledged, and for a recipe that is not there. Not here:
-the values of a line; ledgers (verify_ledger) and receipts (verify_run), which are held against each other.
+the values of a line; ledgers and receipts (ledger, run), which are held against each other.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from workbench.campaign.verify_ledger import LEDGER
-from workbench.campaign.verify_report import VerifyReport
+from workbench.campaign.verify.ledger import LEDGER
+from workbench.campaign.verify.report import VerifyReport
 from workbench.runs.condition import broken_recipe, broken_status, is_being_written
 from workbench.runs.custody import event_files
 from workbench.runs.damage import lost_log
@@ -30,7 +30,7 @@ _RESTORE = "Next: restore it from a copy of the run; workbench resume goes by it
 
 def verify_words(run_dir: Path, report: VerifyReport, *, is_lost: bool) -> None:
     """The status, the recipe, the events and the diagnoses beside the ledgers can be read, to their last lines.
-    `is_lost`: a missing recipe is a difference (verify_account), not a remark."""
+    `is_lost`: a missing recipe is a difference (account), not a remark."""
     for words in broken_status(run_dir):
         report.differs("status.json", None, None, words)
     for words in broken_recipe(run_dir):

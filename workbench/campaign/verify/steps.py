@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from workbench.campaign.verify_compare import DOUBLE, SINGLE, changed, dotted
-from workbench.campaign.verify_events import Told
-from workbench.campaign.verify_report import VerifyReport
+from workbench.campaign.verify.compare import DOUBLE, SINGLE, changed, dotted
+from workbench.campaign.verify.events import Told
+from workbench.campaign.verify.report import VerifyReport
 from workbench.errors import RunStoreError, TrainerError, WorkbenchError
 from workbench.finalizer.messages import RowSummary
 from workbench.finalizer.metrics import GroupMetrics
