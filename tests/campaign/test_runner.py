@@ -320,6 +320,33 @@ def test_where_the_records_are_not_shown_banner_and_terminal_name_the_command_th
 
 
 @pytest.mark.kernel
+def test_records_that_cannot_be_shown_leave_the_notebook_as_it_was_and_are_told_of(tmp_path, monkeypatch, capfd):
+    run_dir = make_run(tmp_path / "run", steps=1)
+    (run_dir / "status.json").write_text('{"status": "running"}')
+    campaign_notebook(tmp_path, monkeypatch, FAILS_LIVE, "print('half')", "raise KeyError('no such column')")
+    assert resume_run(load_recipe("cpu_smoke"), run_dir) == 1
+    banner, *cells = nbformat.read(run_dir / "campaign.ipynb", as_version=4).cells
+    assert banner.source.endswith(f"ValueError: the engine is gone\n>\n> Next: workbench report {run_dir}")
+    assert [cell.metadata["papermill"]["status"] for cell in cells[-2:]] == ["not run", "not run"]
+    said = capfd.readouterr().err
+    assert "what was recorded could not be shown: KeyError: 'no such column'" in said
+    assert f"; to show its records: workbench report {run_dir}" in said
+
+
+@pytest.mark.kernel
+def test_a_signal_while_the_records_of_a_failed_run_are_shown_does_not_make_it_a_stopped_one(tmp_path, monkeypatch):
+    run_dir = make_run(tmp_path / "run", steps=1)
+    (run_dir / "status.json").write_text('{"status": "running"}')
+    in_a_hurry = f"import os, signal, time\nos.kill({os.getpid()}, signal.SIGINT)\ntime.sleep(60)"
+    campaign_notebook(tmp_path, monkeypatch, FAILS_LIVE, in_a_hurry)
+    assert resume_run(load_recipe("cpu_smoke"), run_dir) == 1
+    executed = nbformat.read(run_dir / "campaign.ipynb", as_version=4)
+    assert "**This run failed**" in executed.cells[0].source and executed.metadata.papermill.status == "failed"
+    assert "<title>run: failed</title>" in (run_dir / "campaign.html").read_text()
+    assert orjson.loads((run_dir / "status.json").read_bytes())["status"] == "failed"
+
+
+@pytest.mark.kernel
 def test_a_report_says_of_a_run_how_that_ended(tmp_path, monkeypatch):
     campaign_notebook(tmp_path, monkeypatch, "print('shown')")
     for status, title, banner in [

@@ -216,7 +216,7 @@ def _execute(
             gather(run_dir)
             summary = _write_summary(run_dir, target, outcome, seconds)
         if live and outcome.status != "done" and notebook is None and scan_lines(run_dir / "groups.jsonl").rows:
-            shown = _show_records(execution, source, run_dir, target)
+            shown = _show_records(execution, outcome, source, run_dir, target)
         if target.stat().st_size > MAX_BYTES:
             tell(f"workbench: {target} has {target.stat().st_size:,} bytes, more than {MAX_BYTES:,}", sys.stderr)
     code = _exit_code(outcome, execution.stop_signal) or int(summary is not None and summary.nothing_trained)
@@ -227,10 +227,11 @@ def _write_pages(run_dir: Path, target: Path, executed: NotebookNode, state: str
     export_html(executed, target.with_suffix(".html"), title=f"{run_dir.name}: {state}")
 
 
-def _show_records(execution: Execution, source: Path, run_dir: Path, target: Path) -> bool:
+def _show_records(execution: Execution, outcome: Outcome, source: Path, run_dir: Path, target: Path) -> bool:
     """Put what a report shows of the run's records in place of the cells of `target` that were not run.
 
-    Returns whether there is something of it. A signal ends it: whoever stops a run may be in a hurry.
+    Returns whether that is there. A signal ends it, because whoever stops a run may be in a hurry; what became of the
+    run, its `outcome`, stays.
     """
     signals, until = execution.signals, time.monotonic() + _RECORDS_S
     tell("workbench: its notebook now shows what was recorded (Ctrl-C leaves that out)", sys.stderr)
@@ -243,8 +244,10 @@ def _show_records(execution: Execution, source: Path, run_dir: Path, target: Pat
             {"run_dir": str(run_dir.resolve())},
             lambda: execution.signals == signals and time.monotonic() < until,
         )
-        rest = read_executed(over) if ended and over.exists() else None
-    outcome = execution.outcome
+        whole = ended and again.outcome.status == "done"
+        rest = read_executed(over) if whole else None
+    if ended and not whole:
+        tell(f"workbench: what was recorded could not be shown: {again.outcome.told}", sys.stderr)
     next_step = "" if rest is not None else f"Next: workbench report {as_word(run_dir)}"
     executed = set_outcome(target, outcome, rest=rest, further=next_step)
     _write_pages(run_dir, target, executed, outcome.status)
