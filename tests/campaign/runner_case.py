@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from workbench.campaign import runner
+from workbench.campaign import execution, runner
 
 if __name__ == "__main__":
     run_dir, notebook = Path(sys.argv[1]), Path(sys.argv[2])
     if len(sys.argv) > 3:
-        runner.STOP_GRACE_S = float(sys.argv[3])
+        execution.STOP_GRACE_S = float(sys.argv[3])
     result = runner._execute(run_dir, {"run_dir": str(run_dir)}, live=True, notebook=notebook)
     sys.exit(result.exit_code)

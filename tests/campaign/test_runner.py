@@ -261,6 +261,110 @@ def test_a_run_that_is_gone_on_with_executes_its_notebook_over_its_own_recipe(tm
     assert said.out.startswith("Run run: done") and f"Run {run_dir} (Ctrl-C stops it" in said.err
 
 
+def campaign_notebook(folder: Path, monkeypatch: pytest.MonkeyPatch, *cells: str) -> None:
+    """Put a short notebook in the place of the one that campaigns run."""
+    notebook(folder / "10_campaign.ipynb", *cells, parameters="recipe = overrides = run_dir = None\nresume = False")
+    monkeypatch.setattr("workbench.campaign.runner.shipped", lambda name: folder)
+
+
+FAILS_LIVE = "if resume:\n    raise ValueError('the engine is gone')"
+
+
+@pytest.mark.kernel
+def test_the_notebook_of_a_run_that_failed_shows_what_was_recorded_below_the_cell_that_failed(
+    tmp_path, monkeypatch, capfd
+):
+    run_dir = make_run(tmp_path / "run", steps=1)
+    (run_dir / "status.json").write_text('{"status": "running"}')
+    campaign_notebook(tmp_path, monkeypatch, FAILS_LIVE, "from workbench import runs", "print(runs.open(run_dir))")
+    assert resume_run(load_recipe("cpu_smoke"), run_dir) == 1
+    executed = nbformat.read(run_dir / "campaign.ipynb", as_version=4)
+    banner, *cells = executed.cells
+    assert "**This run failed** in code cell 3 of 5; the cells after it show what it had recorded." in banner.source
+    assert banner.source.endswith("> ValueError: the engine is gone")
+    assert [cell.metadata["papermill"]["status"] for cell in cells] == [
+        "completed",
+        "completed",
+        "failed",
+        "from records",
+        "from records",
+    ]
+    assert cells[2].outputs[-1].ename == "ValueError" and "1 step" in cells[4].outputs[0].text
+    assert executed.metadata.papermill.status == "failed"
+    assert "<title>run: failed</title>" in (run_dir / "campaign.html").read_text()
+    assert not list(run_dir.glob(".report-*"))
+    assert "workbench report" not in capfd.readouterr().err
+
+
+@pytest.mark.kernel
+def test_where_the_records_are_not_shown_banner_and_terminal_name_the_command_that_shows_them(
+    tmp_path, monkeypatch, capfd
+):
+    run_dir = make_run(tmp_path / "run", steps=1)
+    (run_dir / "status.json").write_text('{"status": "running"}')
+    campaign_notebook(tmp_path, monkeypatch, FAILS_LIVE, "print('shown')")
+    monkeypatch.setattr(runner, "_RECORDS_S", 0.0)
+    assert resume_run(load_recipe("cpu_smoke"), run_dir) == 1
+    executed = nbformat.read(run_dir / "campaign.ipynb", as_version=4)
+    assert "the cells after it were not run" in executed.cells[0].source
+    assert executed.cells[0].source.endswith(f"> Next: workbench report {run_dir}")
+    assert executed.cells[-1].metadata["papermill"]["status"] == "not run"
+    assert f"; to show its records: workbench report {run_dir}; to go on with it" in capfd.readouterr().err
+    before = (run_dir / "status.json").read_bytes()
+    report(run_dir)
+    executed = nbformat.read(run_dir / "campaign.ipynb", as_version=4)
+    assert executed.cells[0].source == "> **This run failed.**\n>\n> ValueError: the engine is gone"
+    assert executed.cells[-1].outputs[0].text == "shown\n"
+    assert "<title>run: failed</title>" in (run_dir / "campaign.html").read_text()
+    assert (run_dir / "status.json").read_bytes() == before
+
+
+@pytest.mark.kernel
+def test_records_that_cannot_be_shown_leave_the_notebook_as_it_was_and_are_told_of(tmp_path, monkeypatch, capfd):
+    run_dir = make_run(tmp_path / "run", steps=1)
+    (run_dir / "status.json").write_text('{"status": "running"}')
+    campaign_notebook(tmp_path, monkeypatch, FAILS_LIVE, "print('half')", "raise KeyError('no such column')")
+    assert resume_run(load_recipe("cpu_smoke"), run_dir) == 1
+    banner, *cells = nbformat.read(run_dir / "campaign.ipynb", as_version=4).cells
+    assert banner.source.endswith(f"ValueError: the engine is gone\n>\n> Next: workbench report {run_dir}")
+    assert [cell.metadata["papermill"]["status"] for cell in cells[-2:]] == ["not run", "not run"]
+    said = capfd.readouterr().err
+    assert "what was recorded could not be shown: KeyError: 'no such column'" in said
+    assert f"; to show its records: workbench report {run_dir}" in said
+
+
+@pytest.mark.kernel
+def test_a_signal_while_the_records_of_a_failed_run_are_shown_does_not_make_it_a_stopped_one(tmp_path, monkeypatch):
+    run_dir = make_run(tmp_path / "run", steps=1)
+    (run_dir / "status.json").write_text('{"status": "running"}')
+    in_a_hurry = f"import os, signal, time\nos.kill({os.getpid()}, signal.SIGINT)\ntime.sleep(60)"
+    campaign_notebook(tmp_path, monkeypatch, FAILS_LIVE, in_a_hurry)
+    assert resume_run(load_recipe("cpu_smoke"), run_dir) == 1
+    executed = nbformat.read(run_dir / "campaign.ipynb", as_version=4)
+    assert "**This run failed**" in executed.cells[0].source and executed.metadata.papermill.status == "failed"
+    assert "<title>run: failed</title>" in (run_dir / "campaign.html").read_text()
+    assert orjson.loads((run_dir / "status.json").read_bytes())["status"] == "failed"
+
+
+@pytest.mark.kernel
+def test_a_report_says_of_a_run_how_that_ended(tmp_path, monkeypatch):
+    campaign_notebook(tmp_path, monkeypatch, "print('shown')")
+    for status, title, banner in [
+        ({"status": "done"}, "done", None),
+        ({"status": "done", "error": "nothing was trained: 6 of 6"}, "done, nothing trained", "came to its end, but"),
+        ({"status": "stopped", "error": "stopped by SIGTERM"}, "stopped", "**This run was stopped.**"),
+    ]:
+        run_dir = tmp_path / "run"
+        with RunWriter(run_dir) as writer:
+            writer.status(**{"error": None, **status})
+        report(run_dir)
+        first = nbformat.read(run_dir / "campaign.ipynb", as_version=4).cells[0]
+        assert f"<title>run: {title}</title>" in (run_dir / "campaign.html").read_text()
+        assert ("workbench-banner" in first.metadata.get("tags", [])) is (banner is not None)
+        if banner is not None:
+            assert banner in first.source and first.source.endswith(f"> {status['error']}")
+
+
 @pytest.mark.kernel
 def test_a_report_or_an_index_that_fails_is_an_error_with_what_its_cell_said(tmp_path, monkeypatch):
     run_dir = tmp_path / "run"

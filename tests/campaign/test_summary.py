@@ -13,10 +13,11 @@ import pytest
 from stored_run import StoredRun, make_run
 
 from workbench import runs
-from workbench.campaign.listing import list_lines
+from workbench.campaign.listing import list_lines, listing
 from workbench.campaign.notebook_file import Outcome
 from workbench.campaign.progress import ProgressLine, describe
 from workbench.campaign.record_demo import record_demo
+from workbench.campaign.rejected import nothing_trained
 from workbench.campaign.runner import NotebookResult, conclude, resume_run
 from workbench.campaign.summary import summarise
 from workbench.campaign.verify import verify_run
@@ -174,6 +175,22 @@ def test_a_run_in_which_every_rollout_was_rejected_trained_nothing_and_says_why(
     assert first.startswith(f"  nothing was trained        {said}")
     assert following.strip() == f"Next: workbench inspect {tmp_path}/run run.0.0.0"
     assert "nothing was trained" not in summarise_one_valid(tmp_path / "other")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the stored step's own mean over no token
+def test_a_run_that_came_to_its_end_and_trained_nothing_keeps_the_reason_in_the_list_of_runs(tmp_path):
+    stored = StoredRun(tmp_path / "run")
+    stored.step(1, [["edit"] * 3])
+    run_dir = stored.finish()
+    why = nothing_trained(run_dir)
+    assert why is not None
+    assert why.startswith("nothing was trained: 3 of 3 rollouts were rejected, 3 of them as unresolved_parent")
+    with RunWriter(run_dir) as writer:
+        writer.status(status="done", error=why)
+    assert list_lines(listing(tmp_path))[2].strip().startswith(why[:60])
+    assert nothing_trained(make_run(tmp_path / "other")) is None
+    RunWriter(tmp_path / "empty").close()
+    assert nothing_trained(tmp_path / "empty") is None
 
 
 def summarise_one_valid(run_dir):

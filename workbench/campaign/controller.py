@@ -24,6 +24,7 @@ from workbench.campaign.environments import Environment, make_environment
 from workbench.campaign.environments.components import components_needed
 from workbench.campaign.fleet import Fleet
 from workbench.campaign.left_off import NOTHING_YET, LeftOff, read_left_off, remove_unfinished
+from workbench.campaign.rejected import nothing_trained
 from workbench.campaign.resume import catch_up
 from workbench.campaign.rollouts import AgentRunner, RolloutPlayer
 from workbench.campaign.sampling import RolloutPump
@@ -87,7 +88,7 @@ async def run_campaign(
             writer.event("failed", error=type(error).__name__, message=str(error))
             writer.status(status="failed", phase="failed", error=root_cause(f"{type(error).__name__}: {error}"))
             raise
-        writer.status(status="done", phase="done")
+        writer.status(status="done", phase="done", error=await asyncio.to_thread(nothing_trained, run_dir))
     return result
 
 

@@ -12,15 +12,23 @@ import ast
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import nbformat
 from nbformat import NotebookNode
 
 from workbench.errors import RecipeError, SetupError
 from workbench.nearest import did_you_mean
+from workbench.runs.condition import state_of
 
-Status = Literal["done", "failed", "stopped"]
+Status = Literal["done", "failed", "stopped", "running", "unreadable"]
+_PAST: dict[Status, str] = {
+    "done": "came to its end, but nothing was trained",
+    "failed": "failed",
+    "stopped": "was stopped",
+    "running": "was still going on when this was made",
+    "unreadable": "ended, and how cannot be read",
+}
 MAX_BYTES = 2 * 2**20
 _BANNER_TAG = "workbench-banner"
 _PAPERMILL_TAGS = {"papermill-error-cell-tag"}
@@ -28,16 +36,24 @@ _PAPERMILL_TAGS = {"papermill-error-cell-tag"}
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an execution ended. `error_name` and `error` are None when it was done."""
+    """How an execution, or a run, ended. `error_name` and `error` are None when it was done. Of a run that is known
+    from its records alone `error` has the name, too; one that is done and trained nothing has an `error`."""
 
     status: Status
     error_name: str | None = None
     error: str | None = None
 
+    @classmethod
+    def of_run(cls, run_dir: Path) -> Outcome:
+        """What became of a run, by its records."""
+        state, error = state_of(run_dir)
+        return cls(cast(Status, state), None, error)
+
     @property
     def told(self) -> str | None:
         """One sentence: the error, and of which kind it is unless somebody stopped the run."""
-        return self.error if self.status == "stopped" or not self.error else f"{self.error_name}: {self.error}"
+        plain = self.status == "stopped" or self.error_name is None or not self.error
+        return self.error if plain else f"{self.error_name}: {self.error}"
 
 
 def parameter_names(notebook: Path) -> list[str]:
@@ -61,20 +77,35 @@ def check_parameters(notebook: Path, parameters: Mapping[str, Any]) -> None:
             raise RecipeError(f"{notebook.name} has no parameter {name!r}{hint} It has: {', '.join(known)}")
 
 
-def set_outcome(path: Path, outcome: Outcome) -> NotebookNode:
-    """Write the true status into an executed notebook, cell by cell, with a banner on top unless it was done.
-
-    Returns the notebook as it now is on disk. Raises SetupError when there is no notebook at `path`.
-    """
+def read_executed(path: Path) -> NotebookNode:
+    """Raises SetupError when there is no notebook at `path`."""
     try:
-        notebook = nbformat.read(path, as_version=4)
+        return nbformat.read(path, as_version=4)
     except (OSError, ValueError) as error:
         raise SetupError(f"No executed notebook at {path}: {error}") from error
+
+
+def set_outcome(
+    path: Path,
+    outcome: Outcome,
+    *,
+    of_run: Outcome | None = None,
+    rest: NotebookNode | None = None,
+    further: str = "",
+) -> NotebookNode:
+    """Write the true status into an executed notebook, cell by cell, with a banner on top unless all is well.
+
+    `of_run` is what became of the run whose records it shows, where that is not told by the execution itself. `rest` is
+    the same notebook executed over the records of a run that did not come to its end: what it shows takes the place of
+    the cells that were not run; without it the banner ends with `further`.
+    Returns the notebook as it now is on disk. Raises SetupError when there is no notebook at `path`.
+    """
+    notebook = read_executed(path)
     notebook.cells = [
         cell for cell in notebook.cells if not ({_BANNER_TAG} | _PAPERMILL_TAGS) & set(cell.metadata.get("tags", []))
     ]
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    started = [cell for cell in code if cell.metadata.get("papermill", {}).get("start_time")]
+    started = [cell for cell in code if _started(cell)]
     for cell in code:
         cell.metadata.setdefault("papermill", {})["status"] = "completed" if cell in started else "not run"
     if outcome.status != "done" and started:
@@ -85,20 +116,46 @@ def set_outcome(path: Path, outcome: Outcome) -> NotebookNode:
         "exception": None if outcome.status == "done" else outcome.error_name,
     }
     notebook.metadata.pop("widgets", None)
-    for cell in code:
-        cell.outputs = [_without_widgets(output) for output in cell.outputs]
+    if rest is not None:
+        shown = {cell["id"]: cell for cell in rest.cells if cell.cell_type == "code" and _started(cell)}
+        notebook.cells = [
+            cell if cell in started else _from_records(shown.get(cell["id"], cell)) for cell in notebook.cells
+        ]
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [_without_widgets(output) for output in cell.outputs]
     if outcome.status != "done":
-        notebook.cells.insert(0, _banner(outcome, ran=len(started), of=len(code)))
+        what = "report" if of_run is not None else "run"
+        after = "were not run" if rest is None else "show what it had recorded"
+        head = f"**This {what} {_PAST[outcome.status]}** in code cell {len(started)} of {len(code)}; "
+        head += f"the cells after it {after}."
+        notebook.cells.insert(0, _banner(head, outcome.told or f"{outcome.error_name}: no reason known", further))
+    elif of_run is not None and (of_run.told or of_run.status != "done"):
+        notebook.cells.insert(0, _banner(f"**This run {_PAST[of_run.status]}.**", of_run.told or ""))
     nbformat.write(notebook, path)
     return notebook
 
 
-def _banner(outcome: Outcome, *, ran: int, of: int) -> NotebookNode:
-    what = " ".join((outcome.told or f"{outcome.error_name}: no reason known").split())[:600].replace("<", "&lt;")
-    text = (
-        f"> **This run {'was stopped' if outcome.status == 'stopped' else 'failed'}** in code cell {ran} of {of}; "
-        f"the cells after it were not run.\n>\n> {what}"
-    )
+def in_a_word(outcome: Outcome, of_run: Outcome | None) -> str:
+    """The title's word for what became of a run and of the notebook that shows it."""
+    if outcome.status != "done" or of_run is None:
+        return outcome.status
+    return of_run.status + (", nothing trained" if of_run.status == "done" and of_run.error else "")
+
+
+def _started(cell: NotebookNode) -> bool:
+    return bool(cell.metadata.get("papermill", {}).get("start_time"))
+
+
+def _from_records(cell: NotebookNode) -> NotebookNode:
+    if cell.cell_type == "code" and _started(cell):
+        cell.metadata["papermill"]["status"] = "from records"
+    return cell
+
+
+def _banner(head: str, what: str, further: str = "") -> NotebookNode:
+    what = " ".join(what.split())[:600].replace("<", "&lt;")
+    text = "\n>\n> ".join(filter(None, (f"> {head}", what, further)))
     cell = nbformat.v4.new_markdown_cell(text, metadata={"tags": [_BANNER_TAG]})
     cell["id"] = "workbench-banner"
     return cell

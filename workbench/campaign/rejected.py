@@ -1,17 +1,23 @@
 """Rejected: what most of some rejected rollouts were rejected for, in words.
 
-In: rows or summaries of rollouts (cause, detail, rollout id). Out: the commonest reason and a rollout that has it.
+In: rows or summaries of rollouts (cause, detail, rollout id). Out: the commonest reason and a rollout that has it; why
+a run that took steps has trained nothing.
 Not here: what the causes mean (wire), each rejected rollout (summary).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import polars as pl
+
+from workbench import runs
 from workbench.inspect.causes import explain, in_words
+from workbench.runs.shelf import finished_rollouts
 
 
 @dataclass(frozen=True)
@@ -38,3 +44,24 @@ def commonest(rejected: Iterable[Mapping[str, Any]]) -> Commonest | None:
     alike = [row for row in rejected if row["cause"] == cause]
     ((detail, _),) = Counter(row["detail"] for row in alike).most_common(1)
     return Commonest(cause, count, detail, next(row["rollout_id"] for row in alike if row["detail"] == detail))
+
+
+def rejected_words(rejected: Collection[Mapping[str, Any]], rollouts: int) -> tuple[str, str | None]:
+    """How many of how many rollouts were rejected and most often why, and one of those to look at."""
+    words = f"{len(rejected)} of {rollouts} rollouts were rejected"
+    most = commonest(rejected)
+    if most is None:
+        return words, None
+    words += f", {most.count} of them as {most.cause}"
+    return words + (f", most often: {most.words}" if most.detail else ""), most.rollout_id
+
+
+def nothing_trained(run_dir: Path) -> str | None:
+    """One sentence where a run has taken steps and none of them had a row with a vote; None where one had."""
+    run = runs.open(run_dir)
+    rollouts, steps = finished_rollouts(run), run.steps
+    voted = (rollouts["sample_mask"] == 1).any() and steps["loss_tokens"].fill_null(1).sum() > 0
+    if steps.is_empty() or voted:
+        return None
+    rejected = rollouts.filter(pl.col("cause").is_not_null()).select("cause", "detail", "rollout_id").to_dicts()
+    return f"nothing was trained: {rejected_words(rejected, rollouts.height)[0]}"

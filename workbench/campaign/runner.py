@@ -12,28 +12,25 @@ Not here: the campaign itself (controller), what the notebook shows.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
-import signal
 import sys
-import threading
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import orjson
+from nbformat import NotebookNode
 
 from workbench import errors
 from workbench.actors import root_cause
 from workbench.campaign.environment_record import store_environment
+from workbench.campaign.execution import Execution
 from workbench.campaign.html_export import export_html
-from workbench.campaign.kernel import KERNEL_NAME, OwnKernel
-from workbench.campaign.notebook_file import MAX_BYTES, Outcome, check_parameters, set_outcome
-from workbench.campaign.processes import signal_words, stop_signals
+from workbench.campaign.notebook_file import MAX_BYTES, Outcome, check_parameters, in_a_word, read_executed, set_outcome
 from workbench.campaign.progress import ProgressLine
 from workbench.campaign.run_place import alone_in, new_run_dir
 from workbench.campaign.summary import Summary, summarise
@@ -47,9 +44,7 @@ from workbench.runs.gathered import gather
 from workbench.runs.vocabulary import load_vocabulary, vocabulary_file
 from workbench.runs.writer import RunWriter, atomic_file, recipe_digest, refuse_taken, store_recipe
 
-#: How long a campaign may take to close its actors and its store after an interrupt before it is killed.
-STOP_GRACE_S = 45.0
-_AUTOSAVE_S = 20
+_RECORDS_S = 300.0  # for what a report shows of the records of a run that did not come to its end
 
 
 @dataclass(frozen=True)
@@ -61,17 +56,8 @@ class NotebookResult:
     outcome: Outcome
     exit_code: int
     summary: Summary | None
-
-
-@dataclass
-class _Execution:
-    """State shared by the thread that runs papermill and the one that watches."""
-
-    kernel: OwnKernel
-    error: BaseException | None = None
-    stop_signal: int | None = None
-    interrupted_at: float | None = None
-    done: threading.Event = field(default_factory=threading.Event)
+    shown: bool = True
+    """False where a run has records and its notebook ends before the cells that show them."""
 
 
 def run_recipe(recipe_name: str, overrides: Sequence[str] = (), run_name: str | None = None) -> int:
@@ -119,7 +105,8 @@ def conclude(result: NotebookResult) -> int:
             # Of an exception in another process the notebook has the whole traceback; a line has what it was about.
             how = f"failed: {' '.join(root_cause(what).split()).rstrip('.')}"
         run_dir = result.notebook.parent
-        tell(f"workbench: the run {how}; see {result.notebook}{_further(result.outcome, run_dir)}", sys.stderr)
+        show = "" if result.shown else f"; to show its records: workbench report {as_word(run_dir)}"
+        tell(f"workbench: the run {how}; see {result.notebook}{show}{_further(result.outcome, run_dir)}", sys.stderr)
     return result.exit_code
 
 
@@ -207,116 +194,68 @@ def _execute(
         (run_dir / "summary.json").unlink(missing_ok=True)
         store_environment(run_dir)
     target = run_dir / name
+    html = target.with_suffix(".html")
     began = time.monotonic()
-    execution = _Execution(OwnKernel())
-    thread = threading.Thread(
-        target=_papermill, args=(execution, source, target, parameters), name="papermill", daemon=True
-    )
+    execution = Execution()
     progress = ProgressLine(run_dir, sys.stderr) if live else None
     if live:
         tell(f"Run {run_dir} (Ctrl-C stops it; workbench resume goes on)", sys.stderr)
-    with _signals_to(execution):
-        thread.start()
-        while not execution.done.wait(0.5):
-            _watch(execution, progress)
-        thread.join()
-        execution.kernel.end()
+    summary, shown = None, True
+    with execution.signals_taken():
+        execution.run(source, target, parameters, progress)
         # Still inside: a second Ctrl-C is for the campaign, not for the file that says how it ended.
         if progress is not None:
             progress.close()
-        outcome = _outcome(execution)
+        outcome = execution.outcome
         if not target.exists():
             shutil.copyfile(source, target)  # it ended before the first cell; the notebook still says so
         if live and outcome.status != "done":
             _close_store(run_dir, outcome)
-        executed = set_outcome(target, outcome)
-        html = target.with_suffix(".html")
-        export_html(executed, html, title=f"{run_dir.name}: {outcome.status}")
-        if target.stat().st_size > MAX_BYTES:
-            tell(f"workbench: {target} has {target.stat().st_size:,} bytes, more than {MAX_BYTES:,}", sys.stderr)
+        recorded = (run_dir / "status.json").exists() and not (live and outcome.status != "done")
+        of_run = Outcome.of_run(run_dir) if recorded else None
+        _write_pages(run_dir, target, set_outcome(target, outcome, of_run=of_run), in_a_word(outcome, of_run))
         seconds = time.monotonic() - began
         if live:
             _keep_vocabulary(run_dir)
             gather(run_dir)
-        summary = _write_summary(run_dir, target, outcome, seconds) if live else None
+            summary = _write_summary(run_dir, target, outcome, seconds)
+        if live and outcome.status != "done" and notebook is None and scan_lines(run_dir / "groups.jsonl").rows:
+            shown = _show_records(execution, outcome, source, run_dir, target)
+        if target.stat().st_size > MAX_BYTES:
+            tell(f"workbench: {target} has {target.stat().st_size:,} bytes, more than {MAX_BYTES:,}", sys.stderr)
     code = _exit_code(outcome, execution.stop_signal) or int(summary is not None and summary.nothing_trained)
-    return NotebookResult(target, html, outcome, code, summary)
+    return NotebookResult(target, html, outcome, code, summary, shown)
 
 
-def _papermill(execution: _Execution, source: Path, target: Path, parameters: dict[str, Any]) -> None:
-    """Body of the thread: runs the notebook to its end, or to what ends it."""
-    import papermill
+def _write_pages(run_dir: Path, target: Path, executed: NotebookNode, state: str) -> None:
+    export_html(executed, target.with_suffix(".html"), title=f"{run_dir.name}: {state}")
 
-    # A dead kernel is logged as an error, too; it is ours to say, once and in our words.
-    logging.getLogger("papermill").setLevel(logging.CRITICAL)
-    try:
-        papermill.execute_notebook(
-            str(source),
-            str(target),
-            parameters=parameters,
-            kernel_name=KERNEL_NAME,
-            language="python",
-            progress_bar=False,
-            autosave_cell_every=_AUTOSAVE_S,
-            km=execution.kernel.manager,
-            store_widget_state=False,
-            coalesce_streams=True,
+
+def _show_records(execution: Execution, outcome: Outcome, source: Path, run_dir: Path, target: Path) -> bool:
+    """Put what a report shows of the run's records in place of the cells of `target` that were not run.
+
+    Returns whether that is there. A signal ends it, because whoever stops a run may be in a hurry; what became of the
+    run, its `outcome`, stays.
+    """
+    signals, until = execution.signals, time.monotonic() + _RECORDS_S
+    tell("workbench: its notebook now shows what was recorded (Ctrl-C leaves that out)", sys.stderr)
+    with tempfile.TemporaryDirectory(prefix=".report-", dir=run_dir) as folder:
+        over = Path(folder) / target.name
+        again = Execution()
+        ended = again.run_while(
+            source,
+            over,
+            {"run_dir": str(run_dir.resolve())},
+            lambda: execution.signals == signals and time.monotonic() < until,
         )
-    except BaseException as error:  # whatever it is, the main thread turns it into an outcome
-        execution.error = error
-    finally:
-        execution.done.set()
-
-
-def _watch(execution: _Execution, progress: ProgressLine | None) -> None:
-    """One look: show progress; pass a stop on to the kernel once, and lose patience after the grace."""
-    note, detail = None, ""
-    if execution.stop_signal is not None:
-        now = time.monotonic()
-        if execution.interrupted_at is None:
-            execution.interrupted_at = now
-            if not execution.kernel.interrupt():
-                execution.interrupted_at = now - STOP_GRACE_S
-        left_s = STOP_GRACE_S - (now - execution.interrupted_at)
-        note = f"stopping on {signal_words(execution.stop_signal)}"
-        detail = f"; killed in {max(0.0, left_s):.0f} s unless it ends before"
-        if left_s <= 0:
-            execution.kernel.end(grace_s=0.5)
-    if progress is not None:
-        progress.tick(note, detail)
-
-
-@contextlib.contextmanager
-def _signals_to(execution: _Execution) -> Iterator[None]:
-    """Ctrl-C, SIGTERM and a closed terminal become a stop; a second one ends the patience."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        if execution.stop_signal is not None and execution.interrupted_at is not None:
-            execution.interrupted_at -= STOP_GRACE_S
-        execution.stop_signal = execution.stop_signal or number
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, stop) for number in stop_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _outcome(execution: _Execution) -> Outcome:
-    error = execution.error
-    if execution.stop_signal is not None and error is not None:
-        name = signal.Signals(execution.stop_signal).name
-        return Outcome("stopped", name, f"stopped by {signal_words(execution.stop_signal)}")
-    if error is None:
-        return Outcome("done")
-    name, text = getattr(error, "ename", type(error).__name__), str(getattr(error, "evalue", error))
-    if type(error).__name__ == "DeadKernelError":
-        text = "the kernel process is gone (killed from outside, or out of memory); what it had not written is lost"
-    return Outcome("failed", name, text)
+        whole = ended and again.outcome.status == "done"
+        rest = read_executed(over) if whole else None
+    if ended and not whole:
+        tell(f"workbench: what was recorded could not be shown: {again.outcome.told}", sys.stderr)
+    next_step = "" if rest is not None else f"Next: workbench report {as_word(run_dir)}"
+    executed = set_outcome(target, outcome, rest=rest, further=next_step)
+    _write_pages(run_dir, target, executed, outcome.status)
+    return rest is not None
 
 
 def _exit_code(outcome: Outcome, stop_signal: int | None) -> int:

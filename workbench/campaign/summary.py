@@ -17,7 +17,7 @@ import polars as pl
 from workbench import runs
 from workbench.campaign.learned import reward_rise
 from workbench.campaign.notebook_file import Outcome
-from workbench.campaign.rejected import commonest
+from workbench.campaign.rejected import rejected_words
 from workbench.inspect.causes import in_words
 from workbench.inspect.custody import guessed_words
 from workbench.places import as_word
@@ -161,14 +161,9 @@ class Summary:
         return f" and {self.unrecorded_steps} taken whose weights were not out" if self.unrecorded_steps else ""
 
     def _why_nothing_was_trained(self) -> list[str]:
-        run_dir = Path(self.notebook).parent
-        lines = [f"  nothing was trained        {len(self.rejected)} of {self.rollouts} rollouts were rejected"]
-        next_step = f"workbench inspect {as_word(run_dir)}"
-        if (most := commonest(self.rejected)) is not None:
-            lines[0] += f", {most.count} of them as {most.cause}"
-            lines[0] += f", most often: {most.words}" if most.detail else ""
-            next_step += f" {most.rollout_id}"
-        return [*lines, f"                             Next: {next_step}"]
+        words, rollout_id = rejected_words(self.rejected, self.rollouts)
+        look = f"workbench inspect {as_word(Path(self.notebook).parent)}{f' {rollout_id}' if rollout_id else ''}"
+        return [f"  nothing was trained        {words}", f"                             Next: {look}"]
 
 
 def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float) -> Summary:
