@@ -23,7 +23,7 @@ from workbench.runs.condition import state_of
 
 Status = Literal["done", "failed", "stopped", "running", "unreadable"]
 _PAST: dict[Status, str] = {
-    "done": "came to its end, but nothing was trained",
+    "done": "came to its end",
     "failed": "failed",
     "stopped": "was stopped",
     "running": "was still going on when this was made",
@@ -131,7 +131,7 @@ def set_outcome(
         head += f"the cells after it {after}."
         notebook.cells.insert(0, _banner(head, outcome.told or f"{outcome.error_name}: no reason known", further))
     elif of_run is not None and (of_run.told or of_run.status != "done"):
-        notebook.cells.insert(0, _banner(f"**This run {_PAST[of_run.status]}.**", of_run.told or ""))
+        notebook.cells.insert(0, _banner(_end_of(of_run)))
     nbformat.write(notebook, path)
     return notebook
 
@@ -153,10 +153,16 @@ def _from_records(cell: NotebookNode) -> NotebookNode:
     return cell
 
 
-def _banner(head: str, what: str, further: str = "") -> NotebookNode:
-    what = " ".join(what.split())[:600].replace("<", "&lt;")
-    text = "\n>\n> ".join(filter(None, (f"> {head}", what, further)))
-    cell = nbformat.v4.new_markdown_cell(text, metadata={"tags": [_BANNER_TAG]})
+def _end_of(run: Outcome) -> str:
+    told = run.told or ""
+    if run.status == "stopped" and told.startswith("stopped "):
+        return f"**This run was stopped** {told.removeprefix('stopped ')}"
+    return f"**This run {_PAST[run.status]}**{f': {told}' if told else ''}"
+
+
+def _banner(*paragraphs: str) -> NotebookNode:
+    told = [" ".join(text.split())[:600].replace("<", "&lt;") for text in paragraphs if text]
+    cell = nbformat.v4.new_markdown_cell("\n>\n> ".join(["> " + told[0], *told[1:]]), metadata={"tags": [_BANNER_TAG]})
     cell["id"] = "workbench-banner"
     return cell
 
