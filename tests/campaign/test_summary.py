@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import orjson
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from stored_run import StoredRun, make_run
@@ -204,6 +205,20 @@ def test_a_run_that_trained_nothing_is_told_of_and_not_said_to_go_on(tmp_path, c
     ended = NotebookResult(tmp_path / "campaign.ipynb", tmp_path / "campaign.html", Outcome("done"), 1, None)
     assert conclude(ended) == 1
     assert capsys.readouterr().err == f"workbench: the run trained nothing; see {tmp_path}/campaign.ipynb\n"
+
+
+def test_valid_rollouts_that_their_step_left_out_are_counted(tmp_path):
+    run_dir = make_run(tmp_path / "stored", steps=1)
+    told = summarise(run_dir, notebook=Path("n.ipynb"), outcome=Outcome("done"), seconds=3.0)
+    assert told.untrained_rollouts == 0 and "left out of their step" not in told.text()
+    part = run_dir / "train" / "step-1.parquet"
+    rows = pq.read_table(part)
+    tree = rows.to_pylist()
+    out = next(row for row in tree if row["sample_mask"] == 1)
+    out |= {"left_out": "reward_components", "loss_mask": [0] * len(out["loss_mask"])}
+    pq.write_table(pa.Table.from_pylist(tree, schema=rows.schema), part)
+    told = summarise(run_dir, notebook=Path("n.ipynb"), outcome=Outcome("done"), seconds=3.0)
+    assert "left out of their step     1 valid; Optimisation(run) says why" in told.text()
 
 
 def test_the_rewards_of_a_summary_are_of_steps_that_were_taken(tmp_path):

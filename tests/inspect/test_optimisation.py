@@ -63,6 +63,8 @@ def test_each_bound_of_the_recipe_that_a_step_reached_is_said_with_what_it_means
     assert "max_grad_norm = 1 in step 2" in gradient and "2.500" in gradient
     assert "all 0 in step 3" in advantages and "more than 1 version old in step 3" in lag
     assert rows.startswith("2 rows left out") and "step 3" in rows
+    (*_, others) = view(other_component_rows=[3, 0, 1]).notes()
+    assert others.startswith("4 rows left out: their rewards have other components than most") and "step" in others
     (ratio,) = view(
         clip_fraction=[0.0] * 3, grad_norm=[0.4] * 3, advantage_abs_mean=[0.1] * 3, token_lag_max=[0, 1, 1],
         disagreeing_rows=[0] * 3, probs_ratio_p99=[1.1, 1.2, 1.5],

@@ -125,6 +125,7 @@ def test_a_row_with_other_components_has_no_vote_wherever_it_stands_and_the_othe
     np.testing.assert_array_equal(np.delete(ballot.advantages, place), alone.advantages)
     had = ", ".join(sorted(odd.reward_components)) or "none"
     assert ballot.metrics(rows)["other_components"] == {odd.rollout_id: had}
+    assert ballot.metrics(rows)["other_component_rows"] == 1 and alone.metrics(LIKE)["other_component_rows"] == 0
     assert "other_components" not in alone.metrics(LIKE)
 
 

@@ -60,6 +60,8 @@ class Summary:
     """The same in words, with the next step; None for none."""
     ended_early: dict[str, int]
     """Reason -> finalised rollouts whose agent stopped before the end."""
+    untrained_rollouts: int
+    """Valid, in a step that was taken, and no token of them in its loss; `Optimisation(run)` says why."""
     refused: list[dict[str, Any]]
     """Requests that gateway or engine refused, an entry a rollout and reason; its agent may have gone on."""
     refused_words: str | None
@@ -108,6 +110,7 @@ class Summary:
             f"  groups                     {self.groups}, rows in every group: {rows}",
             f"  rollouts                   {self.valid_rollouts} of {self.rollouts} valid, {self.calls} calls"
             + (f" and {self.unfinished_calls} of unfinished ones" if self.unfinished_calls else ""),
+            *self._left_out(),
             *self._what_was_refused(),
             f"  token_in_rate              {_dash(self.token_in_rate, '.4g')}",
             f"  token_in_rate_after_roots  {_dash(self.token_in_rate_after_roots, '.4g')}",
@@ -139,6 +142,11 @@ class Summary:
             more = ", ".join(f"{cause} {count}" for cause, count in rest.most_common())
             lines.append(f"    and {len(self.rejected) - _SHOWN_REJECTIONS} more ({more}), all in summary.json")
         return "\n".join(lines)
+
+    def _left_out(self) -> list[str]:
+        if not self.untrained_rollouts:
+            return []
+        return [f"  left out of their step     {self.untrained_rollouts} valid; Optimisation(run) says why"]
 
     def _what_was_refused(self) -> list[str]:
         if self.refused_words is None:
@@ -201,6 +209,7 @@ def summary_of(
         rollouts=rollouts.height,
         valid_rollouts=valid,
         calls=calls.height,
+        untrained_rollouts=taken.filter(pl.col("sample_mask") == 1, pl.col("trained_step").is_null()).height,
         unfinished_calls=run.calls.height - calls.height,
         token_in_rate=rates["token_in_rate"],
         token_in_rate_after_roots=rates["token_in_rate_after_roots"],

@@ -78,7 +78,8 @@ _MEANINGS = {
 """Column of `run.steps`, the word that needs one, its meaning: what stands under the table."""
 _SIZES = ("gen_kl_error", "kl_penalty")
 """Columns whose numbers may be of any size: one format that shows all of them."""
-_OTHERS = ("optimizer_stepped", "off_policy_rows", "disagreeing_rows", "probs_ratio_p05", "probs_ratio_p95")
+_LEFT_OUT = ("off_policy_rows", "disagreeing_rows", "other_component_rows")
+_OTHERS = ("optimizer_stepped", *_LEFT_OUT, "probs_ratio_p05", "probs_ratio_p95")
 
 
 class Optimisation(StaticView):
@@ -210,10 +211,12 @@ class Optimisation(StaticView):
                 f"Lag: tokens more than {markup.count(lag, 'version')} old in {markup.steps(steps)}, trained like the "
                 "others (train.off_policy.policy: allow)."
             )
-        for name, words in (
-            ("off_policy_rows", f"lost tokens, or their vote, for being too old (train.off_policy.policy: {policy})"),
-            ("disagreeing_rows", "left out: trainer and sampler disagree by more than train.loss.max_mult_prob_error"),
-        ):
+        why = (
+            f"lost tokens, or their vote, for being too old (train.off_policy.policy: {policy})",
+            "left out: trainer and sampler disagree by more than train.loss.max_mult_prob_error",
+            "left out: their rewards have other components than most (events of kind other_components say which)",
+        )
+        for name, words in zip(_LEFT_OUT, why, strict=True):
             rows = int(self.steps[name].sum() or 0)
             if rows:
                 told.append(f"{markup.count(rows, 'row')} {words}, {markup.steps(self._where(pl.col(name) > 0))}.")

@@ -69,6 +69,7 @@ CARRIED: dict[str, tuple[Column, ...]] = {
         C("micro_batches", "i64", "", "micro-batches of the step"),
         C("padding_tokens", "i64", "tokens", "padded tokens of all micro-batches"),
         C("longest_micro_batch", "i64", "tokens", "tokens of the longest micro-batch"),
+        C("other_component_rows", "i64", "", "rows left out because their reward has other components than most"),
         C("optimizer_stepped", "i64", "", "1: the optimiser stepped; 0: no row had a vote"),
         C("seconds", "f64", "s", "the step in the trainer alone"),
         C("fetch_s", "f64", "s", "the trainer's reading of its rows"),

@@ -57,6 +57,7 @@ class Ballot:
             "valid_row_rate": float(self.valid.mean()),
             "advantage_abs_mean": float(np.abs(self.advantages[self.valid]).mean()) if rewards_V.size else None,
             "off_policy_rows": sum(why == OFF_POLICY for why in self.left_out),
+            "other_component_rows": len(self.other_components),
             "token_lag_mean": sum(lag * count for lag, count in self.lags.items()) / tokens if tokens else None,
             "token_lag_max": max(self.lags, default=None),
         }
