@@ -132,8 +132,8 @@ def report(directory: Path) -> None:
     """Write the table and the executed notebook of what was measured into `directory`."""
     import papermill
 
-    from workbench.campaign.kernel import KERNEL_NAME, OwnKernel
-    from workbench.campaign.notebook_file import Outcome, set_outcome
+    from workbench.campaign.report.kernel import KERNEL_NAME, OwnKernel
+    from workbench.campaign.report.notebook_file import Outcome, set_outcome
 
     questions = load(directory)
     text = (

@@ -16,7 +16,7 @@ def ray_cluster(tmp_path_factory):
     import ray
 
     from workbench import dataplane
-    from workbench.campaign import ray_cluster
+    from workbench.campaign.machines import ray_cluster
 
     options = {
         "address": "local",

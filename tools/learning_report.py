@@ -4,7 +4,7 @@
 
 In: runs that differ in their seed alone, and such whose advantages were shuffled. Out: `summary.json` (each step's mean
 reward and the intervals), `README.md` (the same to read) and `learning.svg`. Exits 1 where the recipe did not learn, or
-the control did. Not here: the statistics (workbench.campaign.learned).
+the control did. Not here: the statistics (workbench.campaign.report.learned).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import yaml
 from matplotlib.figure import Figure
 
 from workbench import runs
-from workbench.campaign.learned import SeedsRise, reward_rise, rise_over_seeds
+from workbench.campaign.report.learned import SeedsRise, reward_rise, rise_over_seeds
 from workbench.inspect.style import INK, MARKERS, MUTED, SERIES, house_style
 
 SMOOTH = 5

@@ -35,7 +35,7 @@ def main():
     extras = parser.parse_args().extras
     if sys.version_info < (3, 11):
         stop("Python 3.11 or newer is needed, this is %d.%d" % sys.version_info[:2])
-    from workbench.campaign import machine  # standard library only, like this file
+    from workbench.campaign.machines import machine  # standard library only, like this file
 
     packages(extras)
     wanted = fingerprint(extras)

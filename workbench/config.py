@@ -5,7 +5,7 @@ first, `???` never hiding a value → `key=value` overrides → interpolation �
 Every layer is checked for unknown keys by itself, so the message names the file that has them.
 
 Invariant: what `load_recipe` returns has no `???` and no interpolation left. Not here: the fields
-(`workbench.recipe_schema`), and whether this machine can run the recipe (`workbench.campaign.doctor`).
+(`workbench.recipe_schema`), and whether this machine can run the recipe (`workbench.campaign.machines.doctor`).
 """
 
 from __future__ import annotations

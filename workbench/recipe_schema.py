@@ -4,7 +4,7 @@ One class a section; `Recipe` is the whole tree. A recipe file names only what d
 `workbench.config.load_recipe` reads, merges and validates it. Types are strict: a quoted number is not a number.
 `???` marks what a recipe must fill. Units stand in the names (`_s`, `_gib`, `_bytes`, `_tokens`).
 
-The training half is `workbench.recipe_training`; what a value left open becomes at set-up is `campaign.derived`.
+The training half is `workbench.recipe_training`; what a value left open becomes is `campaign.machines.derived`.
 Not here: inheritance and error texts (`workbench.config`), secrets (they come from the environment, and no field can
 hold one), what a task's own options mean (the environment checks `environment.options` itself).
 """

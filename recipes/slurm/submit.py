@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from workbench.campaign.commands.given import checked_recipe
-from workbench.campaign.placement import bundles
+from workbench.campaign.machines.placement import bundles
 from workbench.errors import WorkbenchError
 
 JOB = Path(__file__).resolve().with_name("campaign.sbatch")

@@ -14,7 +14,7 @@ from notebook_page import contrast
 from playwright.sync_api import Browser, Page
 
 from workbench import runs
-from workbench.campaign.html_export import export_html
+from workbench.campaign.report.html_export import export_html
 from workbench.demo import recorded_run
 from workbench.inspect import (
     CampaignBoard,

@@ -12,7 +12,7 @@ from nbconvert import HTMLExporter
 from playwright.sync_api import Browser, BrowserContext, expect
 
 from workbench import runs
-from workbench.campaign.html_export import export_html
+from workbench.campaign.report.html_export import export_html
 from workbench.demo import recorded_run
 from workbench.inspect import LogprobDelta, PoisonTable, PrefixChain, telling_rollout
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from workbench.campaign import execution, runner
+from workbench.campaign.report import execution, runner
 
 if __name__ == "__main__":
     run_dir, notebook = Path(sys.argv[1]), Path(sys.argv[2])

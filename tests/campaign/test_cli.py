@@ -21,10 +21,10 @@ from click.testing import CliRunner
 from stored_run import StoredRun, make_run
 
 from workbench import runs
-from workbench.campaign import doctor, installed, machine
 from workbench.campaign.cli import main
-from workbench.campaign.doctor import logical_cpus, model, port, temporary_directory
-from workbench.campaign.installed import browser, torch_companions
+from workbench.campaign.machines import doctor, installed, machine
+from workbench.campaign.machines.doctor import logical_cpus, model, port, temporary_directory
+from workbench.campaign.machines.installed import browser, torch_companions
 from workbench.config import load_recipe, shipped_recipes
 from workbench.demo import recorded_run
 from workbench.errors import RunStoreError
@@ -101,7 +101,7 @@ def test_a_fault_of_ours_is_shown_whole_and_an_interrupt_is_a_line(monkeypatch, 
         def raises(folder, error=error):
             raise error
 
-        monkeypatch.setattr("workbench.campaign.listing.listing", raises)
+        monkeypatch.setattr("workbench.campaign.report.listing.listing", raises)
         with pytest.raises(SystemExit if code else OSError) as ended:
             main(["ls", str(tmp_path)])
         assert code is None or ended.value.code == code
@@ -434,8 +434,8 @@ def test_a_campaign_is_measured_by_the_model_that_it_trains_here(monkeypatch):
 def test_a_run_is_told_of_too_little_memory_and_starts(monkeypatch, capsys):
     started = []
     monkeypatch.setattr(doctor, "refuse_unable", lambda recipe: None)
-    monkeypatch.setattr("workbench.campaign.runner.run_recipe", lambda *given: started.append(given) or 0)
-    monkeypatch.setattr("workbench.campaign.sweep.run_sweep", lambda *given: started.append(given) or 0)
+    monkeypatch.setattr("workbench.campaign.report.runner.run_recipe", lambda *given: started.append(given) or 0)
+    monkeypatch.setattr("workbench.campaign.report.sweep.run_sweep", lambda *given: started.append(given) or 0)
     monkeypatch.setattr(machine, "memory_gib", lambda: 3.5)
     assert ended("run", "cpu_smoke") == 0 and len(started) == 1
     assert capsys.readouterr().err.startswith("workbench: memory: 3.5 GiB")
@@ -480,7 +480,7 @@ def test_what_the_machine_says_of_a_file_is_one_line(monkeypatch, capsys, tmp_pa
     def full(folder):
         raise OSError(errno.ENOSPC, "No space left on device", str(folder))
 
-    monkeypatch.setattr("workbench.campaign.listing.listing", full)
+    monkeypatch.setattr("workbench.campaign.report.listing.listing", full)
     with pytest.raises(SystemExit) as ended:
         main(["ls", str(tmp_path)])
     assert (ended.value.code, capsys.readouterr().err) == (1, f"workbench: {tmp_path}: No space left on device\n")
@@ -538,10 +538,12 @@ def test_corpora_models_and_a_sweep_are_run_by_their_commands(tmp_path, capsys, 
     assert ended("models", "build", "tiny") == 0
     assert capsys.readouterr().out.strip() == str(tiny_model)
     begun = []
-    monkeypatch.setattr("workbench.campaign.sweep.run_sweep", lambda planned, recipes: begun.append(recipes) or 1)
+    monkeypatch.setattr(
+        "workbench.campaign.report.sweep.run_sweep", lambda planned, recipes: begun.append(recipes) or 1
+    )
     assert ended("sweep", "cpu_smoke", "train.steps=2,3", f"reports.dir={tmp_path}") == 1
     assert [recipe.train.steps for recipe in begun[0]] == [2, 3]
-    monkeypatch.setattr("workbench.campaign.sweep.write_index", lambda folder: folder / "index.ipynb")
+    monkeypatch.setattr("workbench.campaign.report.sweep.write_index", lambda folder: folder / "index.ipynb")
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "sweep.json").write_text("{}")
     assert ended("report", str(tmp_path / "a")) == 0
@@ -551,8 +553,10 @@ def test_corpora_models_and_a_sweep_are_run_by_their_commands(tmp_path, capsys, 
 def test_a_stopped_run_is_gone_on_with_by_its_command(tmp_path, monkeypatch):
     run_dir = Path(shutil.copytree(recorded_run(), tmp_path / "run"))
     asked = []
-    monkeypatch.setattr("workbench.campaign.doctor.refuse_unable", lambda recipe: None)
-    monkeypatch.setattr("workbench.campaign.runner.resume_run", lambda recipe, run: asked.append((recipe, run)) or 3)
+    monkeypatch.setattr("workbench.campaign.machines.doctor.refuse_unable", lambda recipe: None)
+    monkeypatch.setattr(
+        "workbench.campaign.report.runner.resume_run", lambda recipe, run: asked.append((recipe, run)) or 3
+    )
     assert ended("resume", str(run_dir), "train.steps=99") == 3
     assert [(recipe.train.steps, run) for recipe, run in asked] == [(99, run_dir)]
 

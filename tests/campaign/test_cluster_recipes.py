@@ -14,13 +14,13 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from workbench.campaign import doctor, node_look
 from workbench.campaign.cli import main
 from workbench.campaign.commands.given import checked_recipe
-from workbench.campaign.node_check import _lack
-from workbench.campaign.placement import FINALIZER, RANK, WORKER, bundles, in_words
-from workbench.campaign.plan import plan
-from workbench.campaign.ray_cluster import unreachable
+from workbench.campaign.machines import doctor, node_look
+from workbench.campaign.machines.node_check import _lack
+from workbench.campaign.machines.placement import FINALIZER, RANK, WORKER, bundles, in_words
+from workbench.campaign.machines.plan import plan
+from workbench.campaign.machines.ray_cluster import unreachable
 from workbench.config import load_recipe
 from workbench.errors import RecipeError
 from workbench.places import shipped

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from workbench.campaign import derived
+from workbench.campaign.machines import derived
 from workbench.config import allowed_in_words, describe, load_recipe, resolve_recipe
 from workbench.errors import RecipeError
 from workbench.places import shipped

@@ -19,11 +19,11 @@ import pytest
 from stored_run import make_run
 
 from workbench import dataplane, runs
-from workbench.campaign import desk_socket
-from workbench.campaign.ask_receipt import verdict_text
-from workbench.campaign.call_lines import CallLines, Facts
-from workbench.campaign.desk import ReceiptDesk, Verdict, response_id_of
-from workbench.campaign.serve import _Session, last_words
+from workbench.campaign.served import desk_socket
+from workbench.campaign.served.ask_receipt import verdict_text
+from workbench.campaign.served.call_lines import CallLines, Facts
+from workbench.campaign.served.desk import ReceiptDesk, Verdict, response_id_of
+from workbench.campaign.served.serve import _Session, last_words
 from workbench.config import load_recipe
 from workbench.errors import DeadlineExceeded, RunStoreError, SetupError, WorkbenchError
 from workbench.finalizer.messages import FinalizedGroup
@@ -137,7 +137,7 @@ STUCK_START = """
 import asyncio, sys, time
 from pathlib import Path
 from workbench.campaign.fleet import Fleet
-from workbench.campaign.serve import serve
+from workbench.campaign.served.serve import serve
 from workbench.config import load_recipe
 
 async def start_ray(self):
@@ -175,7 +175,7 @@ ENDS_BY_ITSELF = """
 import asyncio, sys
 from pathlib import Path
 from workbench.campaign.fleet import Fleet
-from workbench.campaign.serve import serve
+from workbench.campaign.served.serve import serve
 from workbench.config import load_recipe
 from workbench.errors import ComponentDied, WorkbenchError
 

@@ -12,8 +12,8 @@ from typing import Any
 import orjson
 import pytest
 
-from workbench.campaign import doctor, environment_record, installed, machine, node_look
-from workbench.campaign.derived import derived
+from workbench.campaign.machines import doctor, environment_record, installed, machine, node_look
+from workbench.campaign.machines.derived import derived
 from workbench.config import load_recipe
 from workbench.runs.writer import store_recipe
 

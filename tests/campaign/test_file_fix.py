@@ -12,12 +12,12 @@ import pytest
 from openai import BadRequestError
 from openai.types.chat import ChatCompletion
 
-from workbench.campaign import doctor
 from workbench.campaign.environments import make_environment
 from workbench.campaign.environments.file_fix import FileFix
 from workbench.campaign.environments.file_fix import environment as module
 from workbench.campaign.environments.file_fix.tasks import bugs
 from workbench.campaign.environments.file_fix.workspace import MAX_SOURCE, Workspace
+from workbench.campaign.machines import doctor
 from workbench.config import load_recipe
 from workbench.errors import RecipeError
 

@@ -10,9 +10,9 @@ import pytest
 from stored_run import StoredRun
 
 from workbench import runs
-from workbench.campaign.listing import list_lines, rollout_lines
-from workbench.campaign.notebook_file import Outcome
-from workbench.campaign.summary import Summary, summarise
+from workbench.campaign.report.listing import list_lines, rollout_lines
+from workbench.campaign.report.notebook_file import Outcome
+from workbench.campaign.report.summary import Summary, summarise
 from workbench.campaign.verify import verify_run
 from workbench.demo.bench import Bench, open_bench
 from workbench.inspect import CampaignBoard, Engagement

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from workbench.campaign.learned import reward_rise, rise_over_seeds, t_quantile_95
+from workbench.campaign.report.learned import reward_rise, rise_over_seeds, t_quantile_95
 from workbench.config import load_recipe
 
 

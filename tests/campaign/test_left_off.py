@@ -212,8 +212,8 @@ def test_a_run_whose_status_cannot_be_read_goes_on_from_its_records_and_says_so(
     untake(run, 4)
     (run / "status.json").write_bytes(content)
     gone_on = []
-    monkeypatch.setattr("workbench.campaign.doctor.refuse_unable", lambda recipe: None)
-    monkeypatch.setattr("workbench.campaign.runner.resume_run", lambda recipe, path: gone_on.append(path) or 0)
+    monkeypatch.setattr("workbench.campaign.machines.doctor.refuse_unable", lambda recipe: None)
+    monkeypatch.setattr("workbench.campaign.report.runner.resume_run", lambda recipe, path: gone_on.append(path) or 0)
     with pytest.raises(SystemExit) as ended:
         main(["resume", str(run)])
     assert (ended.value.code, gone_on) == (0, [run])

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from workbench.campaign.fleet import Fleet
-from workbench.campaign.placement import WORKER, Placement
+from workbench.campaign.machines.placement import WORKER, Placement
 from workbench.config import load_recipe
 from workbench.errors import SetupError
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from workbench.campaign.ray_cluster import TOO_SLOW, connect, start_own, wait_for_lost_nodes
+from workbench.campaign.machines.ray_cluster import TOO_SLOW, connect, start_own, wait_for_lost_nodes
 from workbench.config import load_recipe
 from workbench.errors import ComponentDied, SetupError
 

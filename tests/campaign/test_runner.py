@@ -19,12 +19,12 @@ import pytest
 from stored_run import make_run
 
 from workbench import runs
-from workbench.campaign import runner
-from workbench.campaign.kernel import OwnKernel
-from workbench.campaign.notebook_file import Outcome, check_parameters, parameter_names, set_outcome
+from workbench.campaign.report import runner
+from workbench.campaign.report.kernel import OwnKernel
+from workbench.campaign.report.notebook_file import Outcome, check_parameters, parameter_names, set_outcome
+from workbench.campaign.report.runner import report, resume_run, run_notebook
+from workbench.campaign.report.sweep import INDEX, write_index
 from workbench.campaign.run_place import new_run_dir
-from workbench.campaign.runner import report, resume_run, run_notebook
-from workbench.campaign.sweep import INDEX, write_index
 from workbench.config import load_recipe
 from workbench.errors import RecipeError, RunStoreError, SetupError
 from workbench.places import MARK, make_ray_directory, shipped
@@ -249,7 +249,7 @@ def test_the_summary_of_the_time_before_is_gone_while_a_run_goes_on(tmp_path):
 def test_a_run_that_is_gone_on_with_executes_its_notebook_over_its_own_recipe(tmp_path, monkeypatch, capfd):
     parameters = "recipe = overrides = run_dir = None\nresume = False"
     notebook(tmp_path / "10_campaign.ipynb", "print(resume, recipe, overrides, run_dir)", parameters=parameters)
-    monkeypatch.setattr("workbench.campaign.runner.shipped", lambda name: tmp_path)
+    monkeypatch.setattr("workbench.campaign.report.runner.shipped", lambda name: tmp_path)
     run_dir = tmp_path / "run"
     RunWriter(run_dir).close()
     recipe = load_recipe("cpu_smoke", ["train.steps=9"])
@@ -264,7 +264,7 @@ def test_a_run_that_is_gone_on_with_executes_its_notebook_over_its_own_recipe(tm
 def campaign_notebook(folder: Path, monkeypatch: pytest.MonkeyPatch, *cells: str) -> None:
     """Put a short notebook in the place of the one that campaigns run."""
     notebook(folder / "10_campaign.ipynb", *cells, parameters="recipe = overrides = run_dir = None\nresume = False")
-    monkeypatch.setattr("workbench.campaign.runner.shipped", lambda name: folder)
+    monkeypatch.setattr("workbench.campaign.report.runner.shipped", lambda name: folder)
 
 
 FAILS_LIVE = "if resume:\n    raise ValueError('the engine is gone')"
@@ -373,8 +373,8 @@ def test_a_report_says_of_a_run_how_that_ended(tmp_path, monkeypatch):
 def test_a_report_or_an_index_that_fails_is_an_error_with_what_its_cell_said(tmp_path, monkeypatch):
     run_dir = tmp_path / "run"
     RunWriter(run_dir).close()
-    monkeypatch.setattr("workbench.campaign.runner.shipped", lambda name: tmp_path)
-    monkeypatch.setattr("workbench.campaign.sweep.shipped", lambda name: tmp_path)
+    monkeypatch.setattr("workbench.campaign.report.runner.shipped", lambda name: tmp_path)
+    monkeypatch.setattr("workbench.campaign.report.sweep.shipped", lambda name: tmp_path)
     notebook(tmp_path / "10_campaign.ipynb", "print('seen')")
     assert report(run_dir) == run_dir / "campaign.ipynb"
     notebook(tmp_path / "10_campaign.ipynb", "raise ValueError('no steps')")

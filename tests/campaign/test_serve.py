@@ -24,8 +24,8 @@ import psutil
 import pytest
 
 from workbench import runs
-from workbench.campaign.ask_receipt import ask_receipt
-from workbench.campaign.serve import greeting
+from workbench.campaign.served.ask_receipt import ask_receipt
+from workbench.campaign.served.serve import greeting
 from workbench.campaign.verify import verify_run
 from workbench.config import load_recipe
 from workbench.errors import ComponentDied, RunStoreError, WorkbenchError

@@ -45,7 +45,7 @@ def beside_set_up(checkout: Path, script: str, *arguments: str, check: bool = Tr
 def checkout(tmp_path):
     """The files that set-up reads."""
     place = tmp_path / "checkout"
-    measuring = ("workbench/__init__.py", "workbench/campaign/__init__.py", "workbench/campaign/machine.py")
+    measuring = ("workbench/__init__.py", "workbench/campaign/__init__.py", "workbench/campaign/machines/machine.py")
     for name in ("Makefile", "pyproject.toml", "tools/set_up.py", *measuring):
         target = place / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +141,7 @@ def test_what_an_installation_takes_is_said_where_it_takes_it(checkout, lacking,
 )
 def test_set_up_says_what_the_machine_lacks_and_installs_nothing(checkout, broken, expected):
     # The real script with one measurement changed, as on a machine that lacks it.
-    script = f"from workbench.campaign import machine\n{broken}\nset_up.main()"
+    script = f"from workbench.campaign.machines import machine\n{broken}\nset_up.main()"
     done = beside_set_up(checkout, script, check=False)
     assert done.returncode != 0
     assert expected in done.stderr
@@ -151,7 +151,7 @@ def test_set_up_says_what_the_machine_lacks_and_installs_nothing(checkout, broke
 
 def test_set_up_warns_of_memory_that_suffices_for_the_small_recipe_and_goes_on(checkout):
     script = (
-        "from workbench.campaign import machine\n"
+        "from workbench.campaign.machines import machine\n"
         "machine.memory_gib = lambda: 7.6\nmachine.compiler = machine.venv_module\nmachine.INSTALL_GIB = 0\n"
         "set_up.install = lambda extras: sys.exit('installing')\nset_up.main()"
     )

@@ -14,13 +14,13 @@ import pytest
 from stored_run import StoredRun, make_run
 
 from workbench import runs
-from workbench.campaign.listing import list_lines, listing
-from workbench.campaign.notebook_file import Outcome
-from workbench.campaign.progress import ProgressLine, describe
 from workbench.campaign.record_demo import record_demo
 from workbench.campaign.rejected import nothing_trained
-from workbench.campaign.runner import NotebookResult, conclude, resume_run
-from workbench.campaign.summary import summarise
+from workbench.campaign.report.listing import list_lines, listing
+from workbench.campaign.report.notebook_file import Outcome
+from workbench.campaign.report.progress import ProgressLine, describe
+from workbench.campaign.report.runner import NotebookResult, conclude, resume_run
+from workbench.campaign.report.summary import summarise
 from workbench.campaign.verify import verify_run
 from workbench.config import load_recipe
 from workbench.errors import RunStoreError, SetupError

@@ -12,8 +12,8 @@ import pytest_asyncio
 from campaign.scripted_fleet import STARTS_WITHIN_S, Running, empty_data_plane, scripted_recipe
 
 from workbench import runs
-from workbench.campaign.notebook_file import Outcome
-from workbench.campaign.summary import summarise
+from workbench.campaign.report.notebook_file import Outcome
+from workbench.campaign.report.summary import summarise
 from workbench.campaign.verify import verify_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(800)]

@@ -8,13 +8,13 @@ from pathlib import Path
 import orjson
 import pytest
 
-from workbench.campaign import sweep as sweeps
 from workbench.campaign.commands.given import checked_recipe
-from workbench.campaign.listing import list_lines, listing
-from workbench.campaign.notebook_file import Outcome
-from workbench.campaign.progress import describe
-from workbench.campaign.runner import NotebookResult
-from workbench.campaign.sweep import plan_sweep, run_sweep, split_axes
+from workbench.campaign.report import sweep as sweeps
+from workbench.campaign.report.listing import list_lines, listing
+from workbench.campaign.report.notebook_file import Outcome
+from workbench.campaign.report.progress import describe
+from workbench.campaign.report.runner import NotebookResult
+from workbench.campaign.report.sweep import plan_sweep, run_sweep, split_axes
 from workbench.demo import recorded_run
 from workbench.errors import RecipeError, RunStoreError
 from workbench.inspect import SweepView

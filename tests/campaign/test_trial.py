@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from workbench.campaign.installed import trial
+from workbench.campaign.machines.installed import trial
 from workbench.config import load_recipe
 
 

@@ -14,9 +14,9 @@ import orjson
 import pytest
 import yaml
 
-from workbench.campaign.notebook_file import Outcome
+from workbench.campaign.report.notebook_file import Outcome
+from workbench.campaign.report.summary import summarise
 from workbench.campaign.run_place import alone_in
-from workbench.campaign.summary import summarise
 from workbench.campaign.verify import verify_run
 from workbench.demo import recorded_run
 from workbench.runs.writer import RunWriter, recipe_digest, store_recipe

@@ -20,8 +20,8 @@ from campaign.scripted_fleet import Running, ScriptedFleet, scripted_recipe
 from workbench import dataplane, models, runs
 from workbench.campaign.controller import run_campaign
 from workbench.campaign.fleet import Fleet
-from workbench.campaign.node_check import check_nodes
-from workbench.campaign.placement import Bundle
+from workbench.campaign.machines.node_check import check_nodes
+from workbench.campaign.machines.placement import Bundle
 from workbench.campaign.resume import resumable
 from workbench.campaign.verify import verify_run
 from workbench.errors import SetupError, WorkbenchError

@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 import pytest_asyncio
 
-from workbench.campaign.refusal_lines import RefusalLines, line_of
+from workbench.campaign.served.refusal_lines import RefusalLines, line_of
 from workbench.gateway import refused_log
 from workbench.gateway.app import Gateway
 from workbench.gateway.settings import GatewaySettings

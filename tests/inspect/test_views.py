@@ -22,7 +22,7 @@ from PIL import Image
 from stored_run import StoredRun, make_run, rewrite_json_line
 
 from workbench import runs
-from workbench.campaign.html_export import export_html
+from workbench.campaign.report.html_export import export_html
 from workbench.demo import recorded_run
 from workbench.errors import RunStoreError
 from workbench.inspect import (

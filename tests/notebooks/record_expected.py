@@ -16,7 +16,7 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 
-from workbench.campaign.kernel import OwnKernel
+from workbench.campaign.report.kernel import OwnKernel
 from workbench.places import shipped
 
 HERE = Path(__file__).resolve().parent

@@ -20,7 +20,7 @@ import pytest
 from stored_run import StoredRun, make_run, rewrite_json_line
 
 from workbench import runs
-from workbench.campaign.notebook_file import parameter_names
+from workbench.campaign.report.notebook_file import parameter_names
 from workbench.demo import recorded_ledger, recorded_run
 from workbench.errors import RunStoreError
 from workbench.inspect.snapshot import StaticView

@@ -19,7 +19,7 @@ import pytest
 from papermill import inspect_notebook
 from record_expected import CHECKED, NOTEBOOKS, environment, execute_notebook, is_checked, kept_of
 
-from workbench.campaign.notebook_file import MAX_BYTES, parameter_names
+from workbench.campaign.report.notebook_file import MAX_BYTES, parameter_names
 from workbench.demo import recorded_ledger, recorded_run
 from workbench.places import shipped
 
@@ -185,9 +185,8 @@ def test_a_report_of_a_stored_run_says_the_same_twice_and_stays_small(tmp_path):
     from stored_run import make_run
 
     run_dir = make_run(tmp_path / "stored")
-    code = (
-        "import sys; from pathlib import Path; from workbench.campaign.runner import report; report(Path(sys.argv[1]))"
-    )
+    imports = "import sys; from pathlib import Path; from workbench.campaign.report.runner import report"
+    code = f"{imports}; report(Path(sys.argv[1]))"
     outputs = []
     for _ in range(2):
         subprocess.run(

@@ -11,9 +11,9 @@ from stored_run import StoredRun
 
 from workbench import runs
 from workbench.campaign.cli import main
-from workbench.campaign.listing import list_lines, listing
-from workbench.campaign.notebook_file import Outcome
-from workbench.campaign.summary import summarise
+from workbench.campaign.report.listing import list_lines, listing
+from workbench.campaign.report.notebook_file import Outcome
+from workbench.campaign.report.summary import summarise
 from workbench.campaign.verify import verify_run
 from workbench.inspect import PoisonTable
 from workbench.runs.refused import REFUSED_FILE

@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from workbench import demo
-from workbench.campaign.listing import list_lines
+from workbench.campaign.report.listing import list_lines
 from workbench.runs import reader
 from workbench.runs.shelf import overview, run_directories
 

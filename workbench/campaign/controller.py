@@ -80,6 +80,7 @@ async def run_campaign(
             on_phase = partial(_say_phase, writer)
             async with make_fleet(recipe, run_dir, on_phase=on_phase, report=writer.event) as fleet:
                 result = await Campaign(recipe, fleet, writer, environment).run(left)
+            untrained = await asyncio.to_thread(nothing_trained, run_dir)
         except (asyncio.CancelledError, KeyboardInterrupt):
             writer.event("stopped", reason="interrupted")
             writer.status(status="stopped", phase="stopped", error="stopped by an interrupt")
@@ -88,7 +89,7 @@ async def run_campaign(
             writer.event("failed", error=type(error).__name__, message=str(error))
             writer.status(status="failed", phase="failed", error=root_cause(f"{type(error).__name__}: {error}"))
             raise
-        writer.status(status="done", phase="done", error=await asyncio.to_thread(nothing_trained, run_dir))
+        writer.status(status="done", phase="done", error=untrained)
     return result
 
 

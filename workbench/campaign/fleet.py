@@ -23,11 +23,11 @@ from typing import Any
 
 from workbench import dataplane
 from workbench.actors import within
-from workbench.campaign import derived, ray_cluster
-from workbench.campaign.doctor import refuse_unable
-from workbench.campaign.node_check import check_nodes
-from workbench.campaign.part_settings import trainer_config, worker_config
-from workbench.campaign.placement import FINALIZER, RANK, WORKER, Placement
+from workbench.campaign.machines import derived, ray_cluster
+from workbench.campaign.machines.doctor import refuse_unable
+from workbench.campaign.machines.node_check import check_nodes
+from workbench.campaign.machines.part_settings import trainer_config, worker_config
+from workbench.campaign.machines.placement import FINALIZER, RANK, WORKER, Placement
 from workbench.campaign.policy import START_S, PolicyWorkers
 from workbench.campaign.processes import sigterm_given_back
 from workbench.campaign.proof import SyncProof, proof_ids, prove_weights

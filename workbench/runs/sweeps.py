@@ -3,7 +3,7 @@
     sweep.json = {"recipe", "axes": {key: [value, …]}, "points": [{"run", "settings": {key: value}}, …]}
 
 `open_sweep(folder)` reads it; a point whose run has not begun has no directory yet. Not here: running one
-(campaign.sweep), what became of the runs (shelf).
+(campaign.report.sweep), what became of the runs (shelf).
 """
 
 from __future__ import annotations

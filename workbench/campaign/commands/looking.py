@@ -22,7 +22,7 @@ def list_runs(folder: Path | None, as_json: bool) -> None:
     FOLDER is where they lie; default: reports/, here or in a folder above. Runs of a sweep are listed too. token_in is
     the share of the calls after a rollout's first that went on from its exact tokens; --json has more columns.
     """
-    from workbench.campaign.listing import list_lines, listing
+    from workbench.campaign.report.listing import list_lines, listing
     from workbench.recipe_schema import Reports
     from workbench.runs.finding import find
     from workbench.runs.shelf import run_directories
@@ -38,8 +38,8 @@ def list_runs(folder: Path | None, as_json: bool) -> None:
 @RUN
 def report(run_dir: Path) -> None:
     """Execute the notebook of a stored run or sweep again."""
-    from workbench.campaign import runner
-    from workbench.campaign.sweep import write_index
+    from workbench.campaign.report import runner
+    from workbench.campaign.report.sweep import write_index
     from workbench.runs.sweeps import SWEEP_FILE
 
     click.echo(write_index(run_dir) if (run_dir / SWEEP_FILE).is_file() else runner.report(run_dir))
@@ -56,7 +56,7 @@ def inspect(run_dir: Path, rollout: str | None) -> None:
     import polars as pl
 
     from workbench import runs
-    from workbench.campaign.listing import rollout_lines
+    from workbench.campaign.report.listing import rollout_lines
     from workbench.runs.damage import in_short
     from workbench.runs.refused import refused_words
 

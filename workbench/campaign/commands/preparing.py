@@ -39,7 +39,7 @@ def recipe_show(name: str, overrides: tuple[str, ...]) -> None:
 
     Behind one that is left open, what set-up will derive.
     """
-    from workbench.campaign.derived import derived
+    from workbench.campaign.machines.derived import derived
     from workbench.config import describe
 
     def notes(recipe: Recipe) -> dict[str, str]:
@@ -58,7 +58,7 @@ def recipe_check(name: str, overrides: tuple[str, ...]) -> None:
     against vLLM, where these are here.
     Exit 2 when something is wrong. Whether this machine can run it: workbench doctor.
     """
-    from workbench.campaign.doctor import model, remarks
+    from workbench.campaign.machines.doctor import model, remarks
 
     checked = checked_recipe(name, overrides)
     said = list(remarks(checked))
@@ -78,7 +78,7 @@ def doctor(recipe: str, overrides: tuple[str, ...], quick: bool) -> None:
     Exit 2 when something is. What is marked -- is no reason for that: what only tests need, or memory that a smaller
     recipe would not want.
     """
-    from workbench.campaign.doctor import examine
+    from workbench.campaign.machines.doctor import examine
     from workbench.config import load_recipe
 
     bad = 0

@@ -29,12 +29,12 @@ def run(recipe: str, overrides: tuple[str, ...], run_name: str | None, dry_run: 
 
     Exit 0 when it is done and something was trained.
     """
-    from workbench.campaign.doctor import refuse_unable
+    from workbench.campaign.machines.doctor import refuse_unable
 
     checked = checked_recipe(recipe, overrides)
     _remark_on_memory(checked)
     if dry_run:
-        from workbench.campaign.plan import lacking, plan
+        from workbench.campaign.machines.plan import lacking, plan
 
         lacks = lacking(checked)
         for line in plan(checked, recipe, overrides, run_name, lacks=lacks).splitlines():
@@ -43,7 +43,7 @@ def run(recipe: str, overrides: tuple[str, ...], run_name: str | None, dry_run: 
             raise SetupError(f"{recipe} cannot run here: {len(lacks)} lacking, see the end of the plan")
         return
     refuse_unable(checked)
-    from workbench.campaign import runner
+    from workbench.campaign.report import runner
 
     sys.exit(runner.run_recipe(recipe, overrides, run_name))
 
@@ -54,14 +54,14 @@ def run(recipe: str, overrides: tuple[str, ...], run_name: str | None, dry_run: 
 @click.option("--run", "run_name", help="Name of the run's directory; default: serve- and the recipe's name, numbered.")
 def serve_recipe(recipe: str, overrides: tuple[str, ...], run_name: str | None) -> None:
     """Serve the policy to an agent of your own, captured."""
-    from workbench.campaign.doctor import refuse_unable
+    from workbench.campaign.machines.doctor import refuse_unable
     from workbench.campaign.run_place import new_run_dir
 
     checked = checked_recipe(recipe, overrides)
     refuse_unable(checked, training=False)
     name = f"serve-{checked.name}" if run_name is None else run_name
     run_dir = new_run_dir(checked.reports.dir, name, named=run_name is not None, claim=True)
-    from workbench.campaign.serve import serve
+    from workbench.campaign.served.serve import serve
 
     sys.exit(serve(checked, run_dir))
 
@@ -80,7 +80,7 @@ def receipt(
     While its server runs. Several rollouts make one group; --terminal and --reward are then repeated in their order.
     Exit 1 when one was rejected.
     """
-    from workbench.campaign.ask_receipt import ask_receipt, verdict_text
+    from workbench.campaign.served.ask_receipt import ask_receipt, verdict_text
 
     verdicts = ask_receipt(run_dir, rollouts, terminals=terminals, rewards=rewards, group=group)
     for verdict in verdicts:
@@ -96,7 +96,7 @@ def resume(run_dir: Path, overrides: tuple[str, ...]) -> None:
 
     KEY=VALUE may change how far it goes (train.steps), deadlines, and what the machine offers.
     """
-    from workbench.campaign.doctor import refuse_unable
+    from workbench.campaign.machines.doctor import refuse_unable
     from workbench.campaign.resume import resumable
     from workbench.runs.condition import broken_status
 
@@ -105,7 +105,7 @@ def resume(run_dir: Path, overrides: tuple[str, ...]) -> None:
         say(f"workbench: {broken}, so how the run ended is not known; it goes on from its records", 2, err=True)
     refuse_unable(recipe)
     _remark_on_memory(recipe)
-    from workbench.campaign import runner
+    from workbench.campaign.report import runner
 
     sys.exit(runner.resume_run(recipe, run_dir))
 
@@ -119,8 +119,8 @@ def sweep(recipe: str, overrides: tuple[str, ...]) -> None:
     Runs go one after the other; a failed one does not stop the next. Leaves them and one index notebook over all in
     reports/NAME-sweep-N/. Exit 0 when every run is done and trained something.
     """
-    from workbench.campaign.doctor import refuse_unable
-    from workbench.campaign.sweep import plan_sweep, run_sweep
+    from workbench.campaign.machines.doctor import refuse_unable
+    from workbench.campaign.report.sweep import plan_sweep, run_sweep
 
     planned, recipes = plan_sweep(recipe, overrides, checked_recipe)
     for each in recipes:
@@ -131,7 +131,7 @@ def sweep(recipe: str, overrides: tuple[str, ...]) -> None:
 
 def _remark_on_memory(*recipes: Recipe) -> None:
     """A line where the machine's memory may not suffice: a campaign that outgrows it is killed, minutes later."""
-    from workbench.campaign.doctor import memory_remark
+    from workbench.campaign.machines.doctor import memory_remark
 
     for remark in dict.fromkeys(map(memory_remark, recipes)):
         if remark:

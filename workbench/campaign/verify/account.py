@@ -150,8 +150,8 @@ def _verify_vocabulary(run_dir: Path, report: VerifyReport) -> None:
 
 
 def _verify_summary(run: Run, known: Recomputed, report: VerifyReport) -> None:
-    from workbench.campaign.notebook_file import Outcome
-    from workbench.campaign.summary import summary_of
+    from workbench.campaign.report.notebook_file import Outcome
+    from workbench.campaign.report.summary import summary_of
 
     path = run.path / "summary.json"
     if not path.exists():

@@ -1,6 +1,6 @@
 """Trial: start the Ray of a recipe and carry one row through TransferQueue and back, for `workbench doctor`.
 
-    python -m workbench.campaign.trial [KEY=VALUE …]     the section `ray` of a recipe: address, num_cpus
+    python -m workbench.campaign.machines.trial [KEY=VALUE …]     the section `ray` of a recipe: address, num_cpus
 
 A process of its own: Ray stays in the process that has started it. What worked is one line each on stdout, with its
 seconds; what did not is one line on stderr, and the exit code is not 0.
@@ -27,7 +27,7 @@ def main(settings: Sequence[str]) -> int:
     import ray
 
     from workbench import dataplane
-    from workbench.campaign import ray_cluster
+    from workbench.campaign.machines import ray_cluster
     from workbench.config import load_recipe
 
     recipe = load_recipe("cpu_smoke", ["data_plane.storage_units=1", *settings])

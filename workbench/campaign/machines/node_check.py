@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from workbench.campaign import node_look
-from workbench.campaign.environment_record import PACKAGES
-from workbench.campaign.placement import Bundle
+from workbench.campaign.machines import node_look
+from workbench.campaign.machines.environment_record import PACKAGES
+from workbench.campaign.machines.placement import Bundle
 from workbench.errors import SetupError
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from workbench.campaign import machine
-from workbench.campaign.placement import bundles
+from workbench.campaign.machines import machine
+from workbench.campaign.machines.placement import bundles
 from workbench.gateway.settings import CONTROL_TOKEN, WORKER_TOKEN
 from workbench.recipe_schema import Recipe
 from workbench.train.buffer import ReplayBuffer

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from workbench.campaign.machine import Finding
+from workbench.campaign.machines.machine import Finding
 from workbench.recipe_schema import Recipe
 
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
@@ -81,7 +81,7 @@ def fonts() -> Finding:
 
 def browser() -> Finding:
     """A Chromium for the tests of the notebooks; no campaign needs one."""
-    tool = Path(__file__).resolve().parents[2] / "tools" / "chromium.py"
+    tool = Path(__file__).resolve().parents[3] / "tools" / "chromium.py"
     if not tool.is_file():
         return Finding("browser", "for the tests of a checkout, and this is none", optional=True)
     try:
@@ -100,7 +100,7 @@ def browser() -> Finding:
 def trial(recipe: Recipe | None) -> Iterator[Finding]:
     """Start Ray as the recipe does and carry a row through TransferQueue, in a process of its own."""
     settings = [] if recipe is None else [f"ray.address={recipe.ray.address}", f"ray.num_cpus={recipe.ray.num_cpus}"]
-    command = [sys.executable, "-m", "workbench.campaign.trial", *settings]
+    command = [sys.executable, "-m", "workbench.campaign.machines.trial", *settings]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TRIAL_TIMEOUT_S, check=False)
         said, wrong = done.stdout, (done.stderr.strip().splitlines() or [f"it ended with code {done.returncode}"])[-1]

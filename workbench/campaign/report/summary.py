@@ -15,9 +15,9 @@ from typing import Any
 import polars as pl
 
 from workbench import runs
-from workbench.campaign.learned import reward_rise
-from workbench.campaign.notebook_file import Outcome
 from workbench.campaign.rejected import rejected_words
+from workbench.campaign.report.learned import reward_rise
+from workbench.campaign.report.notebook_file import Outcome
 from workbench.inspect.causes import in_words
 from workbench.inspect.custody import guessed_words
 from workbench.places import as_word

@@ -27,13 +27,20 @@ from nbformat import NotebookNode
 
 from workbench import errors
 from workbench.actors import root_cause
-from workbench.campaign.environment_record import store_environment
-from workbench.campaign.execution import Execution
-from workbench.campaign.html_export import export_html
-from workbench.campaign.notebook_file import MAX_BYTES, Outcome, check_parameters, in_a_word, read_executed, set_outcome
-from workbench.campaign.progress import ProgressLine
+from workbench.campaign.machines.environment_record import store_environment
+from workbench.campaign.report.execution import Execution
+from workbench.campaign.report.html_export import export_html
+from workbench.campaign.report.notebook_file import (
+    MAX_BYTES,
+    Outcome,
+    check_parameters,
+    in_a_word,
+    read_executed,
+    set_outcome,
+)
+from workbench.campaign.report.progress import ProgressLine
+from workbench.campaign.report.summary import Summary, summarise
 from workbench.campaign.run_place import alone_in, new_run_dir
-from workbench.campaign.summary import Summary, summarise
 from workbench.campaign.terminal import tell
 from workbench.errors import RecipeError, RunStoreError, SetupError
 from workbench.places import as_word, refuse_shipped, shipped

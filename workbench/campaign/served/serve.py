@@ -22,12 +22,12 @@ from typing import Any
 
 from workbench import dataplane, runs
 from workbench.actors import root_cause
-from workbench.campaign import desk_socket
-from workbench.campaign.call_lines import CallLines, Facts
-from workbench.campaign.desk import ReceiptDesk
 from workbench.campaign.fleet import Fleet
 from workbench.campaign.processes import end_marked, signal_words, stop_signals
-from workbench.campaign.refusal_lines import RefusalLines
+from workbench.campaign.served import desk_socket
+from workbench.campaign.served.call_lines import CallLines, Facts
+from workbench.campaign.served.desk import ReceiptDesk
+from workbench.campaign.served.refusal_lines import RefusalLines
 from workbench.campaign.terminal import tell
 from workbench.config import Recipe
 from workbench.errors import RunStoreError, WorkbenchError, first_cause

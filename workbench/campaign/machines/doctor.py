@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from workbench import models
-from workbench.campaign import derived, installed, machine, ray_cluster
-from workbench.campaign.environment_record import gpus
-from workbench.campaign.machine import Finding
-from workbench.campaign.placement import bundles
+from workbench.campaign.machines import derived, installed, machine, ray_cluster
+from workbench.campaign.machines.environment_record import gpus
+from workbench.campaign.machines.machine import Finding
+from workbench.campaign.machines.placement import bundles
 from workbench.errors import ModelMissing, RecipeError, SetupError, WorkbenchError
 from workbench.nearest import nearest
 from workbench.own_code import raised

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from workbench.campaign.doctor import before_a_run
-from workbench.campaign.placement import WORKER, Bundle, bundles, in_words
+from workbench.campaign.machines.doctor import before_a_run
+from workbench.campaign.machines.placement import WORKER, Bundle, bundles, in_words
 from workbench.campaign.run_place import new_run_dir
 from workbench.config import Recipe
 from workbench.errors import ModelMissing
@@ -73,7 +73,7 @@ def _counted(placed: Sequence[Bundle]) -> Iterator[str]:
 
 
 def _processes(recipe: Recipe) -> Iterator[str]:
-    from workbench.campaign.part_settings import worker_config
+    from workbench.campaign.machines.part_settings import worker_config
     from workbench.serving.settings import WorkerConfig
     from workbench.serving.vllm_runtime import serving_arguments
 

@@ -20,10 +20,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from workbench.campaign.kernel import KERNEL_NAME, OwnKernel
-from workbench.campaign.notebook_file import Outcome
 from workbench.campaign.processes import signal_words, stop_signals
-from workbench.campaign.progress import ProgressLine
+from workbench.campaign.report.kernel import KERNEL_NAME, OwnKernel
+from workbench.campaign.report.notebook_file import Outcome
+from workbench.campaign.report.progress import ProgressLine
 
 #: How long a campaign may take to close its actors and its store after an interrupt before it is killed.
 STOP_GRACE_S = 45.0

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from workbench.campaign import runner
+from workbench.campaign.report import runner
+from workbench.campaign.report.runner import NotebookResult
 from workbench.campaign.run_place import new_run_dir
-from workbench.campaign.runner import NotebookResult
 from workbench.campaign.terminal import tell
 from workbench.config import Recipe
 from workbench.errors import RecipeError, SetupError

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from workbench.campaign import derived
+from workbench.campaign.machines import derived
 from workbench.config import Recipe
 from workbench.serving.door import OF_ITS_NODE
 from workbench.serving.sampling import SamplingPins

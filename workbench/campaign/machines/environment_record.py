@@ -16,8 +16,8 @@ from typing import Any
 import orjson
 
 from workbench import __version__
-from workbench.campaign import machine
-from workbench.campaign.derived import derived
+from workbench.campaign.machines import machine
+from workbench.campaign.machines.derived import derived
 from workbench.config import load_recipe
 from workbench.errors import RecipeError
 from workbench.runs.writer import atomic_file
@@ -63,7 +63,7 @@ def environment(recipe_path: Path | None = None) -> dict[str, Any]:
 
 def commit() -> dict[str, Any] | None:
     """Commit of the checkout that the package lies in and whether files differ from it; None outside a checkout."""
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None
     head = _ask("git", "-C", str(root), "rev-parse", "HEAD")

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from workbench.campaign.call_lines import POLL_S
+from workbench.campaign.served.call_lines import POLL_S
 from workbench.runs.refused import REFUSED_FILE
 
 _ADDRESS = "the base URL is …/ng-rollout/<rollout>/v1, for Anthropic's client without /v1"

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from workbench import runs
-from workbench.campaign.desk import ReceiptAsked, Verdict, checked_group
-from workbench.campaign.desk_socket import ask
+from workbench.campaign.served.desk import ReceiptAsked, Verdict, checked_group
+from workbench.campaign.served.desk_socket import ask
 from workbench.errors import ComponentDied, RunStoreError
 from workbench.inspect.causes import in_words
 from workbench.inspect.html import count
