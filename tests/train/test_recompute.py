@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,18 +22,18 @@ from workbench import demo, models, runs
 SCRIPT = Path(__file__).parents[2] / "tools" / "recompute_run.py"
 
 
-@pytest.fixture
-def recompute(monkeypatch, capsys):
+def recompute(*arguments):
     """Runs the script in this process: its exit code and all that it said."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", [str(SCRIPT), *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(SCRIPT), run_name="__main__")
-        code, said = ended.value.code, "".join(capsys.readouterr())
-        return (1, f"{said}{code}\n") if isinstance(code, str) else (code, said)
-
-    return run
+    heard = io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", [str(SCRIPT), *map(str, arguments)]),
+        contextlib.redirect_stdout(heard),
+        contextlib.redirect_stderr(heard),
+        pytest.raises(SystemExit) as ended,
+    ):
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    code, said = ended.value.code, heard.getvalue()
+    return (1, f"{said}{code}\n") if isinstance(code, str) else (code, said)
 
 
 @pytest.fixture
@@ -53,7 +56,7 @@ def test_a_recorded_run_equals_its_recomputation():
 
 
 @pytest.mark.parametrize("what", ["advantage", "reward", "loss", "no number"])
-def test_a_changed_number_is_seen(recompute, copied, what):
+def test_a_changed_number_is_seen(copied, what):
     if what == "loss":
         lines = (copied / "steps.jsonl").read_text().splitlines()
         last = json.loads(lines[-1])
@@ -76,14 +79,14 @@ def test_a_changed_number_is_seen(recompute, copied, what):
 
 
 @pytest.mark.parametrize("folder", ["rows", "train"])
-def test_a_part_that_cannot_be_read_is_one_sentence(recompute, copied, folder):
+def test_a_part_that_cannot_be_read_is_one_sentence(copied, folder):
     part = sorted((copied / folder).glob("*.parquet"))[0]
     part.write_bytes(part.read_bytes()[:-40])
     code, said = recompute(copied)
     assert code == 1 and said.startswith(f"{part} cannot be read: ") and said.count("\n") == 1, said
 
 
-def test_arrays_of_different_lengths_are_one_sentence(recompute, copied):
+def test_arrays_of_different_lengths_are_one_sentence(copied):
     path = sorted((copied / "train").glob("*.parquet"))[0]
     table = pq.read_table(path)
     at = table.schema.get_field_index("trainer_logprobs")
@@ -93,14 +96,14 @@ def test_arrays_of_different_lengths_are_one_sentence(recompute, copied):
     assert code == 1 and said.startswith("step 1, rollout ") and "arrays of different lengths" in said, said
 
 
-def test_a_trained_rollout_without_a_row_is_one_sentence(recompute, copied):
+def test_a_trained_rollout_without_a_row_is_one_sentence(copied):
     sorted((copied / "rows").glob("*.parquet"))[0].unlink()
     code, said = recompute(copied)
     assert code == 1 and "and no part of rows/ has it" in said and said.count("\n") == 1, said
 
 
 @pytest.mark.parametrize("policy", ["mask_old", "reject"])
-def test_what_old_weights_sampled_is_left_out_as_the_recipe_says(recompute, copied, policy):
+def test_what_old_weights_sampled_is_left_out_as_the_recipe_says(copied, policy):
     """The recorded run overlaps and allows it: under a recipe that does not its record is wrong, and where is said."""
     recipe = yaml.safe_load((copied / "recipe.yaml").read_text())
     for max_lag in (0, 9):
@@ -114,7 +117,7 @@ def test_what_old_weights_sampled_is_left_out_as_the_recipe_says(recompute, copi
         assert (differences["advantage"] > 1e-9) == (max_lag == 0 and policy == "reject")
 
 
-def test_what_nothing_was_compared_of_is_not_said_to_agree(recompute, copied):
+def test_what_nothing_was_compared_of_is_not_said_to_agree(copied):
     code, said = recompute(copied)
     (line,) = [line for line in said.splitlines() if line.startswith("logprob ")]
     assert (
