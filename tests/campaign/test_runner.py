@@ -303,7 +303,7 @@ def test_where_the_records_are_not_shown_banner_and_terminal_name_the_command_th
     run_dir = make_run(tmp_path / "run", steps=1)
     (run_dir / "status.json").write_text('{"status": "running"}')
     campaign_notebook(tmp_path, monkeypatch, FAILS_LIVE, "print('shown')")
-    monkeypatch.setattr(runner, "_RECORDS_S", 0.0)
+    monkeypatch.setitem(runner._RECORDS_S, "failed", 0.0)
     assert resume_run(load_recipe("cpu_smoke"), run_dir) == 1
     executed = nbformat.read(run_dir / "campaign.ipynb", as_version=4)
     assert "the cells after it were not run" in executed.cells[0].source

@@ -51,7 +51,9 @@ from workbench.runs.gathered import gather
 from workbench.runs.vocabulary import load_vocabulary, vocabulary_file
 from workbench.runs.writer import RunWriter, atomic_file, recipe_digest, refuse_taken, store_recipe
 
-_RECORDS_S = 300.0  # for what a report shows of the records of a run that did not come to its end
+# For what a report shows of the records of a run that did not come to its end; whoever stops one has less time, as a
+# scheduler before a walltime.
+_RECORDS_S = {"failed": 300.0, "stopped": 60.0}
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,7 @@ def _show_records(execution: Execution, outcome: Outcome, source: Path, run_dir:
     Returns whether that is there. A signal ends it, because whoever stops a run may be in a hurry; what became of the
     run, its `outcome`, stays.
     """
-    signals, until = execution.signals, time.monotonic() + _RECORDS_S
+    signals, until = execution.signals, time.monotonic() + _RECORDS_S[outcome.status]
     tell("workbench: its notebook now shows what was recorded (Ctrl-C leaves that out)", sys.stderr)
     with tempfile.TemporaryDirectory(prefix=".report-", dir=run_dir) as folder:
         over = Path(folder) / target.name
