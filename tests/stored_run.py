@@ -101,11 +101,13 @@ class Rollout:
 
 
 class StoredRun:
-    """Plays and finalises groups into `run_dir`. `named`: each agent says which response was its last."""
+    """Plays and finalises groups into `run_dir`. `named`: each agent says which response was its last. `reward`:
+    that of every rollout."""
 
-    def __init__(self, run_dir: Path, seed: int = 5, *, named: bool = True) -> None:
+    def __init__(self, run_dir: Path, seed: int = 5, *, named: bool = True, reward: float | None = None) -> None:
         self.run_dir = run_dir
         self.named = named
+        self.reward = reward
         self.rng = random.Random(seed)
         self.version = 0
         self.sink = MemorySink()
@@ -155,7 +157,8 @@ class StoredRun:
         outcomes = []
         for index, (rollout_id, kind) in enumerate(zip(ids, kinds, strict=True)):
             _, last = self.play(rollout_id, 2 + (number + index) % 3, kind=kind)
-            reward = round(min(1.0, 0.1 * (step or 0) + 0.4 * self.rng.random()), 3)
+            made_up = round(min(1.0, 0.1 * (step or 0) + 0.4 * self.rng.random()), 3)
+            reward = made_up if self.reward is None else self.reward
             manifest = self.ledger.manifest(rollout_id)
             receipt = assemble_receipt(
                 manifest,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import re
 from pathlib import Path
 
 import orjson
@@ -15,7 +16,6 @@ from stored_run import StoredRun, make_run
 
 from workbench import runs
 from workbench.campaign.record_demo import record_demo
-from workbench.campaign.rejected import nothing_trained
 from workbench.campaign.report.listing import list_lines, listing
 from workbench.campaign.report.notebook_file import Outcome
 from workbench.campaign.report.progress import ProgressLine, describe
@@ -27,6 +27,7 @@ from workbench.errors import RunStoreError, SetupError
 from workbench.finalizer import parts
 from workbench.finalizer.stored import read_group
 from workbench.inspect import Engagement, PoisonTable
+from workbench.inspect.rejected import nothing_trained
 from workbench.runs import schema
 from workbench.runs.shelf import overview
 from workbench.runs.writer import RunWriter
@@ -50,7 +51,7 @@ def test_the_summary_names_notebook_rates_rejections_versions_and_rewards(tmp_pa
     text = summary.text()
     for words in (
         "Run stored: done (1.6 min)", "campaign.ipynb", "rows in every group: 4", "2 passed, worst mean |Δ| 0.0300",
-        "rejected rollouts          4", "stored.1.1.0  unresolved_parent", "weight version 2",
+        "rejected rollouts          4", "stored.1.1.0 and 1 more  unresolved_parent", "weight version 2",
     ):  # fmt: skip
         assert words in text
     assert orjson.loads(orjson.dumps(summary.as_dict()))["rollouts"] == 16
@@ -126,6 +127,8 @@ def test_the_list_of_runs_has_the_rates_of_the_summary(tmp_path):
     (row,) = overview([stored.run_dir]).iter_rows(named=True)
     assert row["token_in_rate"] == summary.token_in_rate
     assert row["token_in_rate_after_roots"] == summary.token_in_rate_after_roots == 1.0
+    head, line = list_lines(overview([stored.run_dir]))[:2]
+    assert re.split(" {2,}", head)[4] == "after roots" and re.split(" {2,}", line)[4] == "1"
 
 
 def test_a_stopped_runs_summary_counts_the_groups_that_verify_finds(tmp_path):
@@ -154,15 +157,25 @@ def test_a_step_that_was_taken_before_the_stop_is_told_beside_those_with_a_line(
     (run_dir / "steps.jsonl").write_bytes(b"".join(lines[:-1]))
     summary = summarise(run_dir, notebook=Path("n.ipynb"), outcome=Outcome("stopped"), seconds=3.0)
     assert (summary.steps, summary.unrecorded_steps) == (len(lines) - 1, 1)
-    assert f"optimiser steps            {len(lines) - 1} and 1 taken whose weights were not out, " in summary.text()
+    assert f"optimiser steps            {len(lines) - 1}, and 1 more whose weights were not out yet, " in summary.text()
 
 
-def test_of_very_many_rejected_rollouts_the_first_are_named_and_the_rest_counted(tmp_path):
+def test_rollouts_that_were_rejected_alike_are_one_line_with_their_number_and_an_example(tmp_path):
     stored = StoredRun(tmp_path / "run")
-    stored.step(1, [["plain", *["edit"] * 15]])
+    stored.step(1, [["plain", *["edit"] * 15, "nan"]])
     summary = summarise(stored.finish(), notebook=Path("n.ipynb"), outcome=Outcome("done"), seconds=3.0)
-    assert len(summary.rejected) == 15
-    assert summary.text().splitlines()[-1] == "    and 3 more (unresolved_parent 3), all in summary.json"
+    assert len(summary.rejected) == 16
+    *_, count, alike, other = summary.text().splitlines()
+    assert count == "  rejected rollouts          16"
+    assert alike.startswith("    run.0.1.0 and 14 more  unresolved_parent  history_edited (")
+    assert other.startswith("    run.0.16.0  worker_capture_failed at call ")
+    assert max(map(len, (alike, other))) <= 160
+    different = [
+        row | {"detail": f"{row['detail']}; the {k}. sentence {'long ' * 60}"} for k, row in enumerate(summary.rejected)
+    ]
+    many = dataclasses.replace(summary, rejected=different).text().splitlines()
+    assert many[-1] == "    and 4 more (unresolved_parent 3, worker_capture_failed 1), all in summary.json"
+    assert len(many[-2]) == 160 and many[-2].endswith("…"), "cut to the terminal"
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the stored step's own mean over no token
@@ -192,6 +205,42 @@ def test_a_run_that_came_to_its_end_and_trained_nothing_keeps_the_reason_in_the_
     assert nothing_trained(make_run(tmp_path / "other")) is None
     RunWriter(tmp_path / "empty").close()
     assert nothing_trained(tmp_path / "empty") is None
+
+
+def test_a_run_in_which_no_step_had_a_gradient_says_so_on_top_and_keeps_its_state(tmp_path):
+    stored = StoredRun(tmp_path / "same", reward=0.5)
+    stored.step(1, [["plain", "plain"], ["plain", "retry"]])
+    summary = summarise(stored.finish(), notebook=Path("n.ipynb"), outcome=Outcome("done"), seconds=3.0)
+    assert summary.status == "done" and not summary.nothing_trained
+    head, first, *_ = summary.text().splitlines()
+    why = "no optimiser step had a gradient from a reward: the rewards were equal in each of the 2 groups. Next"
+    assert head == "Run same: done (3 s)" and first.startswith(f"  NOTHING LEARNED            {why}")
+    run = runs.open(stored.run_dir)
+    assert repr(run).endswith("NOTHING LEARNED") and Engagement(run).remarks() == [
+        (f"NOTHING LEARNED: {ends(first)}", True)
+    ]
+
+    alone = StoredRun(tmp_path / "alone")
+    alone.step(1, [["plain", *["edit"] * 7], ["edit"] * 7 + ["plain"]])
+    summary = summarise(alone.finish(), notebook=tmp_path / "alone" / "n.ipynb", outcome=Outcome("done"), seconds=3.0)
+    _, first, second, *_ = summary.text().splitlines()
+    assert "only one rollout had a vote in each of the 2 groups" in first and "more train.rollouts_per_group" in first
+    said = "14 of 16 rollouts were rejected, 14 of them as unresolved_parent"
+    assert second.startswith(f"  REJECTED                   {said}")
+    assert second.endswith(f"Next: workbench inspect {tmp_path}/alone alone.0.1.0")
+    assert Engagement(runs.open(alone.run_dir)).remarks()[1][0].startswith(f"Rejected: {said}")
+
+    learned = runs.open(make_run(tmp_path / "learned"))
+    assert "NOTHING LEARNED" not in repr(learned) + Engagement(learned).html()
+    told = summarise(learned.path, notebook=Path("n.ipynb"), outcome=Outcome("done"), seconds=3.0)
+    assert told.nothing_learned is None and "  REJECTED " in told.text() and len(told.rejected) == 4
+    few = dataclasses.replace(told, rollouts=40).text()
+    assert "  REJECTED " not in few, "no more than one in ten"
+
+
+def ends(line: str) -> str:
+    """A remark of the summary as the page has it."""
+    return " ".join(line.split()[2:]) + "."
 
 
 def summarise_one_valid(run_dir):

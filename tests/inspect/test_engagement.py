@@ -48,7 +48,10 @@ def test_what_holds_for_some_calls_is_partly_and_yes_is_said_of_all_alone(run_di
     assert "13 calls not staged: unresolved_parent 9, request_finished_without" in view.html()
 
     run = runs.open(run_dir)
-    parts = {name: getattr(run, name) for name in ("campaign", "events", "rollouts", "tokens", "vocabulary")}
+    parts = {
+        name: getattr(run, name)
+        for name in ("campaign", "events", "recipe", "rollouts", "steps", "tokens", "vocabulary")
+    }
     whole = Engagement(SimpleNamespace(**parts, calls=run.calls.filter(disposition="staged")))
     assert {each.mark for each in whole.evidence} == {"yes"} and "not staged" not in whole.html()
     assert whole.sentence().startswith("Capture is on: calls staged 51 of 51")

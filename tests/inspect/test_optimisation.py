@@ -72,6 +72,28 @@ def test_each_bound_of_the_recipe_that_a_step_reached_is_said_with_what_it_means
     assert ratio.startswith("Ratio: at least 1% of the tokens lie outside of the clip range on one side in step 3.")
 
 
+STILL = {"grad_norm": [0.0] * 3, "advantage_abs_mean": [0.0] * 3, "clip_fraction": [0.0] * 3, "token_lag_max": [0] * 3}
+
+
+def of_no_advantage(train, **changed) -> str:
+    (told,) = (words for words in view(TRAIN | train, **STILL | changed).notes() if words.startswith("Advantages"))
+    return told.partition("they gave no gradient.")[2].strip()
+
+
+def test_what_moves_weights_without_a_gradient_is_said_only_where_it_is_there():
+    decay = {"weight_decay": 0.5}
+    by_decay = "What moves weights there all the same: weight decay (train.weight_decay = 0.5)."
+    assert of_no_advantage(decay) == by_decay
+    assert of_no_advantage({"weight_decay": 0.0}) == "Nothing else moves weights, and none was changed."
+    assert of_no_advantage({}) == "", "a recipe that says nothing of weight decay"
+    later = {"grad_norm": [0.4, 0.0, 0.0], "advantage_abs_mean": [0.1, 0.0, 0.0]}
+    memory = "What moves weights there all the same: AdamW's memory of earlier gradients."
+    assert of_no_advantage({"weight_decay": 0.0}, **later) == memory
+    first = {"grad_norm": [0.0, 0.0, 0.4], "advantage_abs_mean": [0.0, 0.0, 0.1]}
+    assert of_no_advantage(decay, **first) == by_decay, "a gradient that came later is no memory"
+    assert "the KL penalty" in of_no_advantage({"kl": {"coefficient": 0.1}}, grad_norm=[0.1] * 3)
+
+
 def test_what_the_recipe_sets_no_bound_for_is_called_nothing():
     calm = {"grad_norm": [0.4] * 3, "clip_fraction": [0.0] * 3, "advantage_abs_mean": [0.1] * 3}
     calm |= {"token_lag_max": [0, 1, 1], "disagreeing_rows": [0] * 3, "approx_entropy": [90.0, 1e-9, 5.0]}

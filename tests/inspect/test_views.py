@@ -331,6 +331,22 @@ def test_the_difference_at_equal_weights_stands_beside_the_one_over_all_tokens(r
     assert "(all at equal weights)" in repr(fresh) and ">equal weights<" not in fresh.html()
 
 
+def test_tokens_of_an_earlier_version_are_not_said_to_differ_by_steps_that_changed_no_weight():
+    tokens = runs.open(recorded_run()).logprobs().drop_nulls("delta")
+    steps = pl.DataFrame({"step": [1, 2, 3, 4], "grad_norm": [0.0] * 4, "optimizer_stepped": [1] * 4})
+
+    def said(weight_decay: float | None, norms: list[float]) -> str:
+        train = {} if weight_decay is None else {"weight_decay": weight_decay}
+        now = steps.with_columns(grad_norm=pl.Series(norms))
+        return LogprobDelta(SimpleNamespace(logprobs=lambda: tokens, steps=now, recipe={"train": train})).html()
+
+    same, other = "no step in between changed a weight", "can differ by the optimiser steps in between as well"
+    assert same in said(0.0, [0.0] * 4) and other not in said(0.0, [0.0] * 4)
+    for weight_decay, norms in ((0.5, [0.0] * 4), (None, [0.0] * 4), (0.0, [0.3, 0.0, 0.0, 0.0])):
+        assert other in said(weight_decay, norms) and same not in said(weight_decay, norms)
+    assert other in LogprobDelta(tokens).html()
+
+
 def test_the_bars_of_a_mean_are_not_parted_in_a_narrow_tables_head(run):
     html = LogprobDelta(run).html()
     assert re.search(r"<th [^>]*white-space:nowrap[^>]*>mean \|Δ\|</th>", html)

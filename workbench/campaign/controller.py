@@ -24,7 +24,6 @@ from workbench.campaign.environments import Environment, make_environment
 from workbench.campaign.environments.components import components_needed
 from workbench.campaign.fleet import Fleet
 from workbench.campaign.left_off import NOTHING_YET, LeftOff, read_left_off, remove_unfinished
-from workbench.campaign.rejected import nothing_trained
 from workbench.campaign.resume import catch_up
 from workbench.campaign.rollouts import AgentRunner, RolloutPlayer
 from workbench.campaign.sampling import RolloutPump
@@ -34,6 +33,7 @@ from workbench.campaign.training import TrainPump
 from workbench.config import Recipe
 from workbench.echo.finalizer import EchoFinalizer
 from workbench.errors import WorkbenchError, first_cause
+from workbench.inspect.rejected import nothing_trained
 from workbench.runs.writer import RunWriter, recipe_digest, refuse_taken, store_recipe
 from workbench.serving.sampling import SamplingPins
 from workbench.wire import check_rollout_id

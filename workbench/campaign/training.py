@@ -15,10 +15,10 @@ from typing import Any
 from workbench.actors import within
 from workbench.campaign.left_off import NOTHING_YET, LeftOff
 from workbench.campaign.pace import Pace
-from workbench.campaign.rejected import commonest
 from workbench.campaign.state import CampaignState
 from workbench.errors import NothingToTrainOn
 from workbench.finalizer.metrics import pool_metrics
+from workbench.inspect.rejected import commonest
 from workbench.places import as_word
 from workbench.runs import gathered
 from workbench.train.buffer import Entry

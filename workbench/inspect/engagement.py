@@ -5,7 +5,7 @@ deltas came out of TransferQueue again when their groups were finalised; no fini
 of the first verified rollout the trained row's tokens hash to what its terminal call promised.
 Invariant: the verdict is `engaged` only when all of them hold, and `NOT on` only where one speaks against it. What
 holds for some of the calls or rollouts is `partly`, never `yes`: capture works, and something was still lost.
-Beside it stands what has a vote and may not be what one thinks (`remarks`).
+Beside it stands what may not be as one thinks (`remarks`): the first thing after the run's line on its page.
 Not here: verifying every digest (campaign.verify).
 """
 
@@ -22,8 +22,10 @@ from workbench.errors import RunStoreError
 from workbench.inspect import html as markup
 from workbench.inspect.custody import guessed_words
 from workbench.inspect.ids import check_run, short_id
+from workbench.inspect.rejected import rejected_words
 from workbench.inspect.snapshot import StaticView
 from workbench.runs.early import MANY, count_early, early_remark
+from workbench.runs.gradient import nothing_learned
 from workbench.runs.shelf import guessed
 from workbench.wire import Cause, hash_token_ids
 
@@ -96,10 +98,15 @@ class Engagement(StaticView):
         return markup.block(*parts)
 
     def remarks(self) -> list[tuple[str, bool]]:
-        """What has a vote and may not be what one thinks: guessed last calls, rollouts that ended early; each with
-        whether it is about many of them."""
+        """What may not be as one thinks: steps that taught nothing, many rollouts without a vote, guessed last calls,
+        rollouts that ended early; each with whether it is about many of them."""
         rollouts: pl.DataFrame = self._run.rollouts
         told = []
+        if words := nothing_learned(self._run.steps, rollouts, self._run.recipe.get("train") or {}):
+            told.append((f"NOTHING LEARNED: {words}.", True))
+        rejected = rollouts.filter(pl.col("cause").is_not_null()).select("cause", "detail", "rollout_id").to_dicts()
+        if len(rejected) > MANY * rollouts.height:
+            told.append((f"Rejected: {rejected_words(rejected, rollouts.height)[0]}.", True))
         if (words := guessed_words(rollouts, self._run.calls)) is not None:
             share = guessed(rollouts).height / int((rollouts["sample_mask"] == 1).sum())
             told.append((f"Guessed: {words}.", share > MANY))

@@ -32,6 +32,7 @@ from workbench.inspect.style import (
 )
 from workbench.inspect.text import pieces_of
 from workbench.runs.agreement import Verdict, examine
+from workbench.runs.gradient import unchanged
 from workbench.runs.tokens import LOGPROB_DTYPES, at_equal_weights
 from workbench.runs.vocabulary import Vocabulary
 
@@ -47,6 +48,7 @@ _REACH = 2
 """Sampled tokens by which a shift is looked for."""
 LABELS = {"shift_by_one": "shift", "temperature": "temperature", "truncated_support": "truncated support"}
 """Detectors, as a reader finds them named."""
+_CAN_DIFFER = "can differ by the optimiser steps in between as well"
 _NUMBERS = ("mean", "mean_abs", "median_abs", "p99_abs", "max_abs", "token_mult_prob_error", "gen_kl_error")
 _MEANINGS = {
     "Δ": "trainer's − sampler's log-prob of a sampled token, in nat",
@@ -117,6 +119,17 @@ def _suspects(source: Any) -> dict[str, list[int]]:
     return found
 
 
+def _weights_stayed(source: Any, tokens: pl.DataFrame) -> bool:
+    """Whether no step between the sampling of a token and the one that scored it changed any weight."""
+    steps = getattr(source, "steps", None)
+    if steps is None or tokens["weight_version"].has_nulls() or tokens["step"].has_nulls():
+        return False
+    still = unchanged(steps, (getattr(source, "recipe", None) or {}).get("train") or {})
+    spans = tokens.select("weight_version", "step").unique().iter_rows()
+    # Step n scores with the weights that step n - 1 left, version n - 1.
+    return all(still.issuperset(range(version + 1, step)) for version, step in spans)
+
+
 class LogprobDelta(LiveView):
     """Trainer - sampler log-prob per sampled token. `source` is a run (anything with `.logprobs()`) or such a frame.
 
@@ -152,6 +165,7 @@ class LogprobDelta(LiveView):
         self.verdicts: list[Verdict] = examine(*by_rollout(self.finite), reach=_REACH)
         self.shift = int(self.verdicts[0].evidence.get("shift", 0))
         self.suspects = _suspects(source)
+        self._weights_stayed = _weights_stayed(source, self.finite)
         self.left_out = _left_out(source)
 
     def sentence(self) -> str:
@@ -292,7 +306,8 @@ class LogprobDelta(LiveView):
         others = self.finite.height - self.equal.height
         if not others:
             return f"All tokens are at equal weights: {meaning}."
-        steps = f"{markup.count(others, 'token')} differ by the optimiser steps in between as well"
+        same = "were sampled a version or more earlier, and no step in between changed a weight"
+        steps = f"{markup.count(others, 'token')} {same if self._weights_stayed else _CAN_DIFFER}"
         if not self.equal.height:
             return f"No token is at equal weights ({meaning}): {steps}."
         return f"At equal weights: {markup.count(self.equal.height, 'token')}, {meaning}; the other {steps}."

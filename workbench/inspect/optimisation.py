@@ -33,6 +33,7 @@ from workbench.inspect.style import (
     say_nothing_to_show,
     step_ticks,
 )
+from workbench.runs.gradient import had_gradient, other_movers, unchanged
 
 _SHOWN = 40
 _SMALL = 1e-3
@@ -67,7 +68,10 @@ _MEANINGS = {
         "mean of −log-prob over the sampled tokens; it moves with the tasks of a step too, and one that falls "
         "throughout means that the policy narrows",
     ),
-    "advantage_abs_mean": ("|A|", "size of the advantages; 0: the rewards of each group are equal, nothing is taught"),
+    "advantage_abs_mean": (
+        "|A|",
+        "size of the advantages; 0: equal rewards, or one vote, in each group, nothing is taught",
+    ),
     "token_lag_mean": ("lag", "weight versions between the sampling of a token and the step that trains it"),
     "gen_kl_error": (
         "KL to sampler",
@@ -196,12 +200,19 @@ class Optimisation(StaticView):
         if steps := self._where(pl.col("optimizer_stepped") == 0):
             told.append(f"No optimiser step in {markup.steps(steps)}: no row had a vote, so no weight was changed.")
         if steps := self._where((pl.col("advantage_abs_mean") == 0) & (pl.col("optimizer_stepped") != 0)):
-            kl = " and the KL penalty" if (self.train.get("kl") or {}).get("coefficient") else ""
             told.append(
-                f"Advantages: all 0 in {markup.steps(steps)}, as where the rewards of each group are equal: they gave "
-                f"no gradient. If weights moved all the same, AdamW's memory of earlier steps{kl} moved them."
+                f"Advantages: all 0 in {markup.steps(steps)}, as where the rewards of each group are equal, or one "
+                f"rollout of it alone has a vote: they gave no gradient.{self._moved_all_the_same(steps)}"
             )
         return told
+
+    def _moved_all_the_same(self, steps: list[int]) -> str:
+        """What else moved weights in `steps`, whose rewards gave no gradient; nothing where that is not known."""
+        if set(steps) <= unchanged(self.steps, self.train):
+            return " Nothing else moves weights, and none was changed."
+        pushed = [row["step"] for row in self.steps.to_dicts() if had_gradient(row)]
+        moved = other_movers(self.train, before=bool(pushed) and min(pushed) < max(steps))
+        return f" What moves weights there all the same: {', '.join(moved)}." if moved else ""
 
     def _of_rows(self) -> list[str]:
         told = []

@@ -64,7 +64,7 @@ CARRIED: dict[str, tuple[Column, ...]] = {
         C("probs_ratio_min", "f64", "", "smallest ratio"),
         C("probs_ratio_max", "f64", "", "largest ratio"),
         *(C(f"probs_ratio_p{q:02d}", "f64", "", f"{q}% quantile of the ratio") for q in (1, 5, 50, 95, 99)),
-        C("advantage_abs_mean", "f64", "", "mean |advantage| over valid rows; 0: rewards equal in each group"),
+        C("advantage_abs_mean", "f64", "", "mean |advantage| over valid rows; 0: equal rewards or one vote a group"),
         C("token_lag_max", "i64", "versions", "largest lag of a sampled token behind the weights trained"),
         C("micro_batches", "i64", "", "micro-batches of the step"),
         C("padding_tokens", "i64", "tokens", "padded tokens of all micro-batches"),

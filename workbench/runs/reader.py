@@ -38,6 +38,7 @@ from workbench.runs.custody import Ledgers, holds_records, is_ledger, known_call
 from workbench.runs.damage import in_short, lost_log, torn_lines
 from workbench.runs.files import RunFiles
 from workbench.runs.finding import find, is_run, no_run
+from workbench.runs.gradient import learned_nothing
 from workbench.runs.refused import refused_frame
 from workbench.runs.staged import staged_call
 from workbench.runs.tokens import call_path_tokens, row_tokens, sampled_logprobs
@@ -85,9 +86,11 @@ class Run:
         counts["groups"] = row["groups"]
         did = " · ".join(f"{many} {name[:-1] if many == 1 else name}" for name, many in counts.items())
         version = "" if row["weight_version"] is None else f" · weight version {row['weight_version']}"
+        learned = " · NOTHING LEARNED" if learned_nothing(self.steps) else ""
         return (
             f"{'Served run' if self.served else 'Run'} {row['run']} · {row['state']} · {did} · "
-            f"{row['valid_rollouts']} of {row['rollouts']} rollouts valid{version}{in_short(self.damage, self.path)}"
+            f"{row['valid_rollouts']} of {row['rollouts']} rollouts valid{version}{learned}"
+            f"{in_short(self.damage, self.path)}"
         )
 
     @property

@@ -13,7 +13,7 @@ from workbench.errors import RunStoreError
 from workbench.inspect.custody import standing
 from workbench.runs.shelf import overview, run_directories
 
-_HEADER = ("run", "status", "step", "reward", "token_in", "rejected", "started")
+_HEADER = ("run", "status", "step", "reward", "after roots", "rejected", "started")
 _NUMBERS = range(2, 6)
 _ROLLOUT_HEADER = ("rollout", "calls", "tokens", "reward", "state")
 _ROLLOUT_NUMBERS = range(1, 4)
@@ -29,9 +29,9 @@ def listing(folder: Path) -> pl.DataFrame:
 
 def list_lines(table: pl.DataFrame) -> list[str]:
     """A header, a line a run, and under it, where there is any: how often it was gone on with, guessed last calls,
-    rollouts that ended early, its error.
+    rollouts that ended early, its error. `after roots` is token_in_rate_after_roots.
 
-    The lines of runs whose names have at most 20 letters fit a terminal of 80 columns.
+    The lines of runs whose names have at most 17 letters fit a terminal of 80 columns.
     """
     names = _names(table)
     rows = [_cells(row, name) for row, name in zip(table.iter_rows(named=True), names, strict=True)]

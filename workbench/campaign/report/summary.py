@@ -15,18 +15,21 @@ from typing import Any
 import polars as pl
 
 from workbench import runs
-from workbench.campaign.rejected import rejected_words
 from workbench.campaign.report.learned import reward_rise
 from workbench.campaign.report.notebook_file import Outcome
 from workbench.inspect.causes import in_words
 from workbench.inspect.custody import guessed_words
+from workbench.inspect.rejected import rejected_words
 from workbench.places import as_word
 from workbench.runs.early import MANY, count_early, early_remark
+from workbench.runs.gradient import nothing_learned
 from workbench.runs.refused import refused_words
 from workbench.runs.shelf import finished_rollouts, guessed, token_in_rates
 from workbench.runs.tokens import Deltas, count_deltas
 
 _SHOWN_REJECTIONS = 12
+_LETTERS = 160
+"""Of a line about rejected rollouts; summary.json has all of it."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Summary:
     """Of the valid rollouts, those whose last call nobody named, so that the parent links chose it."""
     guessed: str | None
     """The same in words, with the next step; None for none."""
+    nothing_learned: str | None
+    """That no step had a gradient from a reward, and why, in words; None where one may have had."""
     ended_early: dict[str, int]
     """Reason -> finalised rollouts whose agent stopped before the end."""
     untrained_rollouts: int
@@ -129,19 +134,26 @@ class Summary:
             *([f"  last − first quarter       {_rise(self.reward_rise)}"] if self.reward_rise else []),
             f"  rejected rollouts          {len(self.rejected)}",
         ]
-        for row in self.rejected[:_SHOWN_REJECTIONS]:
-            place = f" at call {row['call_id'][:8]}" if row["call_id"] else ""
-            place += f", token {row['position']}" if row["position"] is not None else ""
-            lines.append(
-                "  ".join(
-                    ["   ", row["rollout_id"], f"{row['cause']}{place}", in_words(row["detail"], row["cause"])]
-                ).rstrip()
-            )
-        if len(self.rejected) > _SHOWN_REJECTIONS:
-            rest = Counter(row["cause"] for row in self.rejected[_SHOWN_REJECTIONS:])
-            more = ", ".join(f"{cause} {count}" for cause, count in rest.most_common())
-            lines.append(f"    and {len(self.rejected) - _SHOWN_REJECTIONS} more ({more}), all in summary.json")
+        lines += self._what_was_rejected()
         return "\n".join(lines)
+
+    def _what_was_rejected(self) -> list[str]:
+        """A line a rejected rollout; those with one cause and detail are one line with their number and the first."""
+        alike: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for row in self.rejected:
+            alike.setdefault((row["cause"], in_words(row["detail"], row["cause"])), []).append(row)
+        lines = []
+        for (cause, words), rows in list(alike.items())[:_SHOWN_REJECTIONS]:
+            first = rows[0]
+            place = f" at call {first['call_id'][:8]}" if first["call_id"] else ""
+            place += f", token {first['position']}" if first["position"] is not None else ""
+            who = first["rollout_id"] if len(rows) == 1 else f"{first['rollout_id']} and {len(rows) - 1} more"
+            lines.append(_cut(f"    {who}  {cause}{place * (len(rows) == 1)}  {words}".rstrip()))
+        rest = Counter(row["cause"] for rows in list(alike.values())[_SHOWN_REJECTIONS:] for row in rows)
+        if rest:
+            more = ", ".join(f"{cause} {count}" for cause, count in rest.most_common())
+            lines.append(f"    and {rest.total()} more ({more}), all in summary.json")
+        return lines
 
     def _left_out(self) -> list[str]:
         if not self.untrained_rollouts:
@@ -158,6 +170,11 @@ class Summary:
     def _remarks(self) -> list[str]:
         """What a reader must know before the numbers; in capitals where it is about many rollouts."""
         told = []
+        if self.nothing_learned and not self.nothing_trained:
+            told.append(("nothing learned", self.nothing_learned, True))
+        if len(self.rejected) > MANY * self.rollouts and not self.nothing_trained:
+            words, rollout_id = rejected_words(self.rejected, self.rollouts)
+            told.append(("rejected", f"{words}. Next: {self._inspect(rollout_id)}", True))
         if self.guessed:
             told.append(("last calls guessed", self.guessed, (self.heuristic_fraction or 0.0) > MANY))
         if early := sum(self.ended_early.values()):
@@ -166,12 +183,15 @@ class Summary:
         return [f"  {label.upper() if loud else label:<27}{words}" for label, words, loud in told]
 
     def _taken_without_a_line(self) -> str:
-        return f" and {self.unrecorded_steps} taken whose weights were not out" if self.unrecorded_steps else ""
+        return f", and {self.unrecorded_steps} more whose weights were not out yet" if self.unrecorded_steps else ""
 
     def _why_nothing_was_trained(self) -> list[str]:
         words, rollout_id = rejected_words(self.rejected, self.rollouts)
-        look = f"workbench inspect {as_word(Path(self.notebook).parent)}{f' {rollout_id}' if rollout_id else ''}"
+        look = self._inspect(rollout_id)
         return [f"  nothing was trained        {words}", f"                             Next: {look}"]
+
+    def _inspect(self, rollout_id: str | None) -> str:
+        return f"workbench inspect {as_word(Path(self.notebook).parent)}{f' {rollout_id}' if rollout_id else ''}"
 
 
 def summarise(run_dir: Path, *, notebook: Path, outcome: Outcome, seconds: float) -> Summary:
@@ -216,6 +236,7 @@ def summary_of(
         echo_wrong_rows=None if campaign["capture_enabled"] else int(run.groups["echo_wrong_rows"].sum()),
         heuristic_fraction=guessed(rollouts).height / valid if valid else None,
         guessed=guessed_words(rollouts, calls),
+        nothing_learned=nothing_learned(steps, rollouts, run.recipe.get("train") or {}),
         ended_early=count_early(rollouts["ended_early"]),
         refused=refused.sort("requests", descending=True, maintain_order=True).to_dicts(),
         refused_words=refused_words(refused),
@@ -255,6 +276,10 @@ def _mean_reward(rollouts: pl.DataFrame, which: str) -> float | None:
 
 def _rise(rise: dict[str, Any]) -> str:
     return f"{rise['difference']:+.3f}, one-sided 95 % bounds {rise['lower']:+.3f} and {rise['upper']:+.3f}"
+
+
+def _cut(line: str) -> str:
+    return line if len(line) <= _LETTERS else line[: _LETTERS - 1].rstrip() + "…"
 
 
 def _dash(value: float | int | None, spec: str = "d") -> str:

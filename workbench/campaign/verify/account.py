@@ -33,7 +33,7 @@ _NO_SUMMARY = (
     "summary.json: this file is missing and the run is done: it was removed, or the runner was killed before it wrote "
     "one. Next: restore it from a copy of the run; `workbench inspect` shows its numbers anew"
 )
-_NOT_OF_RECORDS = ("notebook", "html", "status", "error", "guessed", "seconds")
+_NOT_OF_RECORDS = ("notebook", "html", "status", "error", "guessed", "nothing_learned", "seconds")
 """Of a summary: paths, times, and what is said in words of its version."""
 
 

@@ -2,7 +2,7 @@
 
 In: rows or summaries of rollouts (cause, detail, rollout id). Out: the commonest reason and a rollout that has it; why
 a run that took steps has trained nothing.
-Not here: what the causes mean (wire), each rejected rollout (summary).
+Not here: what the causes mean (wire), each rejected rollout (PoisonTable, and a run's summary).
 """
 
 from __future__ import annotations
