@@ -303,6 +303,20 @@ def test_a_gateway_that_dies_ends_the_server_and_the_run_names_it(tmp_path: Path
     assert server.family() == []
 
 
+@pytest.mark.engine
+def test_an_engine_that_is_not_ready_in_time_leaves_its_log_where_the_message_says(tmp_path: Path) -> None:
+    limits = ("engine.start_timeout_s=6", f"reports.dir={tmp_path / 'reports'}", "--run", "late")
+    command = [*CLI, "serve", "cpu_smoke", *limits]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    said, run_dir = done.stderr, tmp_path / "reports" / "late"
+    assert done.returncode == 1 and "raise engine.start_timeout_s" in said, said
+    assert f"what its parts wrote: {run_dir / 'logs'}" in said
+    named = re.search(r"(logs/PolicyWorker-\d+)\.out and \.err in the run's directory", said)
+    assert named, said
+    kept = [path for path in run_dir.glob(f"{named[1]}.*") if path.read_text().strip()]
+    assert kept, sorted(path.name for path in run_dir.glob("logs/*"))
+
+
 def test_the_greeting_says_when_the_model_never_sees_an_agents_tools(tmp_path: Path) -> None:
     recipe = load_recipe("serve_smollm2")
     assert "left out by the chat template" in greeting(recipe, tmp_path, "http://x", {"renders_tools": False})
