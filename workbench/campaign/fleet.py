@@ -28,7 +28,7 @@ from workbench.campaign.machines.doctor import refuse_unable
 from workbench.campaign.machines.node_check import check_nodes
 from workbench.campaign.machines.part_settings import trainer_config, worker_config
 from workbench.campaign.machines.placement import FINALIZER, RANK, WORKER, Placement
-from workbench.campaign.policy import START_S, PolicyWorkers
+from workbench.campaign.policy import PARTS_S, START_S, PolicyWorkers
 from workbench.campaign.processes import sigterm_given_back
 from workbench.campaign.proof import SyncProof, proof_ids, prove_weights
 from workbench.campaign.watch import Heartbeat
@@ -237,9 +237,11 @@ class Fleet:
         await asyncio.gather(*waits)
 
     async def _trainer_ready(self, timeout_s: float) -> None:
-        await within(self.trainer.ready.remote(), timeout_s, "the trainer", "loading the model")
+        await within(self.trainer.ready.remote(), timeout_s, "the trainer", "loading the model", key=PARTS_S)
         if self.recipe.train.ranks > 1:
-            others = await within(self.trainer.others.remote(), timeout_s, "the trainer", "naming its ranks")
+            others = await within(
+                self.trainer.others.remote(), timeout_s, "the trainer", "naming its ranks", key=PARTS_S
+            )
             self._further_ranks = {f"trainer rank {rank}": actor for rank, actor in enumerate(others, start=1)}
 
     def _make_worker(self, model_path: Path, number: int) -> Any:
