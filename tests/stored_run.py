@@ -199,10 +199,13 @@ class StoredRun:
 
     def step(self, step: int, groups: list[list[str]]) -> None:
         """One optimiser step over freshly played groups; the trainer's log-probs are the sampler's plus small noise."""
-        self.train_rows = {}
-        per_step = len(groups)
-        made = [self.group(step, (step - 1) * per_step + offset, kinds) for offset, kinds in enumerate(groups)]
-        batch = [unpack_row(pack_row(row)) for rows in self.train_rows.values() for row in rows]
+        first = (step - 1) * len(groups)
+        self.take(step, [self.group(step, first + offset, kinds) for offset, kinds in enumerate(groups)])
+
+    def take(self, step: int, made: list[FinalizedGroup]) -> None:
+        """One optimiser step over groups that were played for it or for another."""
+        rows_of = {group.group_id: self.train_rows.pop(group.group_id) for group in made}
+        batch = [unpack_row(pack_row(row)) for rows in rows_of.values() for row in rows]
         ballot = cast_votes(batch, version=step - 1, advantage={"name": "grpo", "options": {}})
         advantages = dict(zip((row.rollout_id for row in batch), ballot.advantages.tolist(), strict=True))
         noise = np.random.default_rng(step)
@@ -222,7 +225,7 @@ class StoredRun:
             )
         }
         deltas = []
-        for group_id, rows in self.train_rows.items():
+        for group_id, rows in rows_of.items():
             for row in rows:
                 mask_T = row.token_mask.astype(bool)
                 trainer_T = np.where(mask_T, row.logprobs + noise.normal(0, 0.03, mask_T.size), 0).astype(np.float32)

@@ -148,3 +148,11 @@ def test_weights_that_cannot_be_had_or_are_others_are_not_converted(monkeypatch,
 def test_a_name_that_is_nearly_one_of_a_model_is_answered_with_that():
     with pytest.raises(ModelMissing, match=r"No model at 'smollm2': expected .*, did you mean smollm2-135m\?$"):
         models.resolve("smollm2")
+
+
+def test_a_build_draws_no_bars(capfd):
+    models._quiet_progress_bars()
+    from transformers import modeling_gguf_pytorch_utils as gguf
+
+    assert list(gguf.tqdm(range(3), desc="Converting")) == [0, 1, 2]
+    assert capfd.readouterr().err == ""

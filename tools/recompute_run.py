@@ -284,6 +284,8 @@ def main() -> int:
     asked = parser.parse_args()
     if not (asked.run / "recipe.yaml").is_file():
         parser.error(f"no run in {asked.run}: expected a directory such as reports/first, with a recipe.yaml")
+    if asked.model is not None and not (asked.model / "config.json").is_file():
+        parser.error(f"no model in {asked.model}: expected the folder that the run started from, with a config.json")
     result = recompute(asked.run, asked.model)
     for what, bound in BOUNDS.items():
         if not result.count[what]:

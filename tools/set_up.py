@@ -177,7 +177,7 @@ def drop_broken_companions():
     for name in broken:
         quiet([PYTHON, "-m", "pip", "uninstall", "-y", "-q", name])
     if broken:
-        say("removed %s again: not for this torch, and not needed here" % ", ".join(broken))
+        say("removed %s: not for this torch, and not needed here" % ", ".join(broken))
 
 
 @contextlib.contextmanager

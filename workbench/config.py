@@ -178,6 +178,9 @@ def _ancestry(path: Path, seen: tuple[Path, ...]) -> list[_Layer]:
     if not isinstance(values, DictConfig):
         raise RecipeError(f"{shown}: expected a mapping of sections, got a list")
     written = _plain(values)
+    # What OmegaConf makes of plain text. It is not quoted: it may be any file, and may be long.
+    if list(written.values()) == [None] and isinstance(yaml.safe_load(path.read_text()), str):
+        raise RecipeError(f"{shown}: expected a mapping of sections, got plain text")
     defaults = written.pop("defaults", None)
     values = OmegaConf.masked_copy(values, list(written))
     layers: list[_Layer] = []

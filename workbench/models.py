@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import functools
 import hashlib
 import json
 import re
@@ -151,9 +152,12 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _quiet_progress_bars() -> None:
+    from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    # This one is drawn whatever was said of bars.
+    gguf.tqdm = functools.partial(gguf.tqdm, disable=True)
 
 
 def _build_smollm2(folder: Path) -> None:

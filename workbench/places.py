@@ -73,6 +73,11 @@ def ray_directories(mark: str) -> list[Path]:
     return sorted(_SHORT.glob(f"{_ray_prefix(mark)}*"))
 
 
+def is_ray_directory(path: Path) -> bool:
+    """Whether `make_ray_directory` of this or another process made it."""
+    return path.parent == _SHORT and path.name.startswith(_RAY)
+
+
 def remove_orphans() -> list[Path]:
     """Remove the temporary directories whose process is gone; returns them. What cannot be removed stays."""
     removed = []

@@ -74,7 +74,8 @@ class Engine(Section):
     threads: Annotated[int, Field(ge=0)] = 0
     """OpenMP threads of the engine; 0 means all processors of this machine."""
     start_timeout_s: Seconds = 240.0
-    """How long until the engine must answer its health route."""
+    """How long until the engine must answer its health route, and as long until the trainer has loaded its model and
+    every finalizer is up: they start at the same time."""
     workers: Positive = 1
     """Policy workers: engines with the same weights, each an actor of its own. All calls of a rollout go to one of
     them, which has its token ids in memory. The threads and the KV cache of this section are each one's."""

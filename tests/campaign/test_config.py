@@ -154,6 +154,7 @@ def test_a_wrong_override_is_refused_in_one_line(override, expected):
         ("trian: {steps: 3}\n", "r.yaml: unknown key trian, did you mean train?"),
         (MINIMAL + "train: {steps: x}\n", "r.yaml: train.steps: expected a whole number"),
         ("- a\n", "r.yaml: expected a mapping of sections, got a list"),
+        ("root:x:0:0:root\nbin:x:2:2:bin\n", "r.yaml: expected a mapping of sections, got plain text"),
         ("train: {\n", "r.yaml: cannot be read as YAML"),
         ("seed: 1\nseed: 2\n", "r.yaml: cannot be read as YAML"),
         ("defaults: nowhere.yaml\n", "no file 'nowhere.yaml'"),
@@ -164,6 +165,10 @@ def test_a_wrong_override_is_refused_in_one_line(override, expected):
 )
 def test_a_wrong_file_is_refused_by_its_name(tmp_path, text, expected):
     assert expected in refusal(write(tmp_path, "r.yaml", text))
+
+
+def test_a_file_that_is_no_recipe_is_not_quoted(tmp_path):
+    assert "x:0:0" not in refusal(write(tmp_path, "passwd", "root:x:0:0:root\nbin:x:2:2:bin\n"))
 
 
 def test_what_a_key_takes_is_said_of_the_whole_field_and_of_nothing_unknown():

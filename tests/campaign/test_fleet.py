@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+
+import pytest
 
 from workbench.campaign.fleet import Fleet
 from workbench.config import load_recipe
+from workbench.errors import DeadlineExceeded
 
 
 async def test_a_part_that_does_not_stop_is_named_and_keeps_no_other_running(tmp_path):
@@ -35,3 +39,10 @@ async def test_a_part_that_does_not_stop_is_named_and_keeps_no_other_running(tmp
         "stopping the gateway failed: OSError: its socket is gone",
         "the data plane did not stop within deadlines.stop_s=0.1",
     ]
+
+
+async def test_a_trainer_that_takes_too_long_names_the_key_that_bounds_it(tmp_path):
+    fleet = Fleet(load_recipe("cpu_smoke"), tmp_path)
+    fleet.trainer = SimpleNamespace(ready=SimpleNamespace(remote=asyncio.Event().wait))
+    with pytest.raises(DeadlineExceeded, match=r"the trainer did not finish loading.* raise engine\.start_timeout_s"):
+        await fleet._trainer_ready(0.01)

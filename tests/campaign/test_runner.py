@@ -142,6 +142,19 @@ def test_rays_directory_goes_with_its_run_however_that_ended(monkeypatch):
     assert not not_mine.exists()
 
 
+def test_what_the_parts_of_a_killed_kernel_wrote_stays_in_the_run_without_their_tokens(tmp_path, monkeypatch):
+    kernel = OwnKernel(logs_to=tmp_path)
+    monkeypatch.setenv(MARK, kernel.mark)
+    logs = make_ray_directory() / "session_1" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "worker-ab-01-77.err").write_text(":actor_name:Trainer\nout of memory at of-a-part-alone-123\n")
+    # Only a part still has them: the kernel that made them is gone.
+    part = subprocess.Popen(["sleep", "60"], env={**os.environ, "WORKBENCH_CONTROL_TOKEN": "of-a-part-alone-123"})
+    kernel.end()
+    assert part.wait(10) and not logs.exists()
+    assert (tmp_path / "logs" / "Trainer-77.err").read_text() == "out of memory at ***\n"
+
+
 @pytest.mark.kernel
 def test_a_killed_kernel_is_a_failed_run_in_seconds(tmp_path):
     case = Case(tmp_path / "run", START, WAIT, "print('never')")

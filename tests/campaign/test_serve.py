@@ -47,9 +47,9 @@ STOP_TIMEOUT_S = 60.0
 
 
 class Served:
-    """A `workbench serve` in another process, over the scripted engine."""
+    """A `workbench serve` in another process, over the scripted engine where no override says otherwise."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, *overrides: str, **options: Any) -> None:
         script = folder / "script.jsonl"
         script.write_bytes(b"\n".join(map(orjson.dumps, SCRIPT)))
         self.run_dir = folder / "reports" / "agent"
@@ -58,7 +58,7 @@ class Served:
         arguments = ["engine.kind=scripted", f"engine.script_path={script}", f"reports.dir={folder / 'reports'}"]
         with self.stdout.open("wb") as out, self.stderr.open("wb") as err:
             self.process = subprocess.Popen(
-                [*CLI, "serve", "cpu_smoke", *arguments, "--run", "agent"],
+                [*CLI, "serve", "cpu_smoke", *arguments, *overrides, "--run", "agent"],
                 stdout=out,
                 stderr=err,
                 env={**os.environ, MARK_OF_THE_TEST: self.mark},
@@ -301,6 +301,18 @@ def test_a_gateway_that_dies_ends_the_server_and_the_run_names_it(tmp_path: Path
     said = server.stderr.read_text()
     assert status["error"].removeprefix("ComponentDied: ") in said and "Traceback" not in said
     assert server.family() == []
+
+
+@pytest.mark.engine
+def test_an_engine_that_is_killed_leaves_its_log_where_the_message_says(tmp_path: Path) -> None:
+    server = Served(tmp_path, "engine.kind=vllm", "engine.script_path=null").wait_until_it_serves()
+    (engine,) = (process for process in server.family() if "EngineCore" in process.name())
+    engine.kill()
+    assert server.process.wait(STOP_TIMEOUT_S) == 1
+    said = server.stderr.read_text()
+    named = re.search(r"(logs/PolicyWorker-\d+)\.out and \.err in the run's directory", said)
+    assert named and f"what its parts wrote: {server.run_dir / 'logs'}" in said, said
+    assert "EngineCore" in "".join(path.read_text() for path in server.run_dir.glob(f"{named[1]}.*"))
 
 
 def test_the_greeting_says_when_the_model_never_sees_an_agents_tools(tmp_path: Path) -> None:

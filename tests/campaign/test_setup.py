@@ -128,6 +128,13 @@ def test_what_an_installation_takes_is_said_where_it_takes_it(checkout, lacking,
     assert done.stdout == f"{told}\n"
 
 
+def test_companions_of_torch_that_do_not_import_are_removed_in_words_true_of_a_first_installation(checkout):
+    script = "set_up.quiet = lambda command: int('-c' in command)\nset_up.drop_broken_companions()"
+    done = beside_set_up(checkout, script)
+    said = (done.stdout + done.stderr).strip()
+    assert said.endswith("removed torchvision, torchaudio, torchcodec: not for this torch, and not needed here")
+
+
 @pytest.mark.parametrize(
     ("broken", "expected"),
     [

@@ -278,6 +278,20 @@ def test_the_rewards_of_a_summary_are_of_steps_that_were_taken(tmp_path):
     assert (summary.steps, summary.reward_first_step, summary.reward_last_step) == (0, None, None)
 
 
+def test_the_rewards_of_a_summary_are_those_of_the_steps_whichever_groups_they_took(tmp_path):
+    stored = StoredRun(tmp_path / "fifo")
+    early, late = stored.group(1, 0, ["plain", "edit"]), stored.group(2, 1, ["plain", "plain"])
+    stored.take(1, [late])
+    stored.take(2, [early])
+    stored.group(3, 2, ["plain"])
+    run_dir = stored.finish()
+    summary = summarise(run_dir, notebook=Path("n.ipynb"), outcome=Outcome("done"), seconds=3.0)
+    rewards = runs.open(run_dir).steps["reward_mean"].to_list()
+    assert [summary.reward_first_step, summary.reward_last_step] == rewards and rewards[0] != rewards[1]
+    assert [(row["rollout_id"], row["step"]) for row in summary.rejected] == [("fifo.0.1.0", 2)]
+    assert summary.untrained_rollouts == 0
+
+
 def test_a_run_whose_recipe_is_at_fault_is_not_said_to_go_on(tmp_path, capsys):
     RunWriter(tmp_path).close()
     outcome = Outcome("failed", "RecipeError", "train.advantage.name: gdpo needs the parts.")

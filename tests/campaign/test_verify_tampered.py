@@ -108,6 +108,38 @@ def test_a_doubled_line_is_named(run_dir, log, said):
     assert str(difference) == f"{log}.jsonl: has 2 lines of {said}, expected one"
 
 
+@pytest.mark.parametrize("line", [0, 2, -1])
+def test_an_event_that_is_there_twice_is_named_and_counts_once(run_dir, line):
+    path = run_dir / "events.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([lines[line], *lines]))
+    (difference,) = verify_run(run_dir).differences
+    event = orjson.loads(lines[line])
+    what = f"has the event {event['kind']} of {event['at']} another time, with the same fields"
+    assert str(difference) == f"events.jsonl: {what}"
+
+
+def test_a_part_of_the_trainer_that_a_finished_run_has_lost_is_all_that_is_named(run_dir):
+    (run_dir / "train" / "step-1.parquet").unlink()
+    assert [str(each) for each in verify_run(run_dir).differences] == ["train/step-1.parquet: this part is missing"]
+
+
+def test_calls_of_a_group_whose_rows_are_lost_are_not_said_to_have_no_receipt(run_dir):
+    (run_dir / "rows" / "g00000.parquet").unlink()
+    report = verify_run(run_dir)
+    assert report.not_compared == [] and "rows/g00000.parquet" in {each.file for each in report.differences}
+
+
+def test_a_vocabulary_that_a_finished_run_has_lost_is_a_remark_where_a_runner_kept_one(run_dir):
+    (run_dir / "vocabulary.json").unlink()
+    assert verify_run(run_dir).remarks == []  # a run that no runner made need not have one
+    (run_dir / "environment.json").write_text("{}")
+    write_summary(run_dir)
+    report = verify_run(run_dir)
+    (remark,) = report.remarks
+    assert report.ok and remark.startswith("vocabulary.json: this file is missing and the run is done")
+
+
 @pytest.mark.parametrize("name", ["recipe.yaml", "status.json", "events.jsonl"])
 def test_a_file_that_a_finished_run_has_lost_is_named(run_dir, name):
     (run_dir / name).unlink()

@@ -517,7 +517,7 @@ def test_a_run_that_trained_nothing_shows_its_rollouts_and_rewards(tmp_path):
     run_dir = stored.finish()
     rewrite_json_line(run_dir / "groups.jsonl", 0, {"step": None})
     run = runs.open(run_dir)
-    assert repr(CaptureRate(run)) == "Capture over steps · no step yet · 2 of 3 rollouts valid"
+    assert repr(CaptureRate(run)) == "Capture over steps · no step · 2 of 3 rollouts valid"
     view = RewardCurve(run)
     rewards = run.rollouts.filter(sample_mask=1)["reward"]
     mean = f"mean {rewards.mean():.3f} of 2 with a reward"
@@ -528,7 +528,8 @@ def test_a_run_that_trained_nothing_shows_its_rollouts_and_rewards(tmp_path):
 
 
 def test_a_run_that_trained_without_rewards_does_not_say_that_nothing_was_trained():
-    frame = pl.DataFrame({"rollout_id": ["r"], "sample_mask": [1], "group_id": ["g"], "index": [0], "step": [1]})
+    frame = pl.DataFrame({"rollout_id": ["r"], "sample_mask": [1], "group_id": ["g"], "index": [0]})
+    frame = frame.with_columns(taken_step=pl.lit(1, pl.Int64))
     view = RewardCurve(SimpleNamespace(rollouts=frame.with_columns(reward=pl.lit(None, pl.Float64))))
     assert repr(view) == "Reward over steps · 1 valid rollout, and no reward was given"
     assert view.draw().axes[0].texts[0].get_text() == "1 valid rollout, and no reward was given"
@@ -536,10 +537,55 @@ def test_a_run_that_trained_without_rewards_does_not_say_that_nothing_was_traine
 
 def test_valid_rollouts_without_a_reward_are_no_empty_run():
     frame = pl.DataFrame({"rollout_id": ["my-1"], "sample_mask": [1], "group_id": ["my-1"], "index": [0]})
-    frame = frame.with_columns(reward=pl.lit(None, pl.Float64), step=pl.lit(None, pl.Int64))
+    frame = frame.with_columns(reward=pl.lit(None, pl.Float64), taken_step=pl.lit(None, pl.Int64))
     view = RewardCurve(SimpleNamespace(rollouts=frame))
     assert repr(view) == "Reward · 1 valid rollout, none trained · no reward given"
     assert view.draw().axes[0].texts[0].get_text() == "1 valid rollout, and no reward was given"
+
+
+def test_a_rollout_stands_at_the_step_that_took_it_and_not_at_the_one_it_was_sampled_for(tmp_path):
+    stored = StoredRun(tmp_path / "fifo")
+    first, second, third = (
+        stored.group(step, step - 1, kinds)
+        for step, kinds in ((1, ["plain", "plain", "edit"]), (2, ["plain", "plain"]), (3, ["plain", "nan"]))
+    )
+    stored.take(1, [second])
+    stored.take(2, [first])
+    run = runs.open(stored.finish())
+    assert [row["group_id"] for row in run.rollouts.filter(taken_step=1).to_dicts()] == [second.group_id] * 2
+    rewards = [group.metrics.rates()["reward_mean"] for group in (second, first)]
+    assert RewardCurve(run).steps["mean"].to_list() == pytest.approx(rewards)
+    assert RewardCurve(run).steps["mean"].to_list() == run.steps["reward_mean"].to_list()
+    assert repr(RewardCurve(run)).endswith(
+        f"{rewards[1]:.3f} at the last · 4 valid rollouts, 1 more in no recorded step"
+    )
+    assert CaptureRate(run).steps.select("step", "rows_seen", "valid").rows() == [(1, 2, 2), (2, 3, 2)]
+    causes = PoisonTable(run)
+    assert causes.by_step.rows() == [("unresolved_parent", 2, 1)] and third.group_id == "g00002"
+    assert causes.draw().axes[0].get_xlabel() == "optimiser step; 1 rejected in none"
+
+
+def test_a_step_that_was_cut_short_is_no_step_of_any_view(tmp_path):
+    stored = StoredRun(tmp_path / "cut")
+    stored.group(1, 0, ["plain", "plain"])
+    before = runs.open(stored.run_dir)
+    assert repr(Optimisation(before)) == "Optimisation · no optimiser step yet"
+    assert repr(RewardCurve(before)).startswith("Reward · 2 valid rollouts, none trained · mean ")
+    stored.step(1, [["plain", "plain"]])
+    (stored.run_dir / "steps.jsonl").write_bytes(b"")
+    stored.writer.status({"status": "stopped"})
+    stored.writer.close()
+    run = runs.open(stored.run_dir)
+    assert repr(Optimisation(run)) == "Optimisation · no line of steps.jsonl; 2 rollouts trained in step 1"
+    words = "no line of steps.jsonl names any of 2 trained rollouts"
+    assert repr(RewardCurve(run)) == f"Reward over steps · {words}" and words in repr(CaptureRate(run))
+
+
+def test_a_run_that_has_ended_says_nothing_of_yet(tmp_path):
+    run = runs.open(StoredRun(tmp_path / "nothing").finish())
+    said = ["no step", "no valid rollout", "no optimiser step", "no rollout has been finalised"]
+    views = (CaptureRate(run), RewardCurve(run), Optimisation(run), PoisonTable(run))
+    assert [repr(view).partition(" · ")[2] for view in views] == said
 
 
 def test_a_run_without_rejections_says_so(tmp_path):

@@ -71,10 +71,11 @@ def test_a_log_that_is_lost_is_named_of_a_run_that_is_done(tmp_path, log, what):
         assert f"1 lost log left out ({log}.jsonl: {said}" in repr(run)
     rollouts = run.rollouts
     valid = rollouts.filter(sample_mask=1).height
-    if log == "groups":
-        for view in (RewardCurve(run), CaptureRate(run)):
-            view.figure()
-            assert view.sentence().endswith(f"the step of none of {valid} trained rollouts is known")
+    for view in (RewardCurve(run), CaptureRate(run)):
+        view.figure()
+        lost = f"no line of steps.jsonl names any of {valid} trained rollouts"
+        assert (lost in view.sentence()) == (log == "steps")
+    assert set(rollouts["taken_step"]) == ({None} if log == "steps" else {1, 2})
     (path / "status.json").write_text('{"status": "stopped", "run": "lost"}')
     assert runs.open(path).damage == []  # it may have been stopped before
 

@@ -55,6 +55,11 @@ def test_a_recorded_run_equals_its_recomputation():
     assert f"logprob {at_start:>24} values" in said and "advantage                     16 values" in said
 
 
+def test_a_model_that_is_not_there_is_refused(copied, tmp_path):
+    code, said = recompute(copied, "--model", tmp_path / "nowhere")
+    assert code == 2 and f"no model in {tmp_path / 'nowhere'}: expected the folder" in said
+
+
 @pytest.mark.parametrize("what", ["advantage", "reward", "loss", "no number"])
 def test_a_changed_number_is_seen(copied, what):
     if what == "loss":

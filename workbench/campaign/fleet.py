@@ -21,14 +21,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from workbench import dataplane
+from workbench import dataplane, part_logs
 from workbench.actors import within
 from workbench.campaign.machines import derived, ray_cluster
 from workbench.campaign.machines.doctor import refuse_unable
 from workbench.campaign.machines.node_check import check_nodes
 from workbench.campaign.machines.part_settings import trainer_config, worker_config
 from workbench.campaign.machines.placement import FINALIZER, RANK, WORKER, Placement
-from workbench.campaign.policy import START_S, PolicyWorkers
+from workbench.campaign.policy import PARTS_S, START_S, PolicyWorkers
 from workbench.campaign.processes import sigterm_given_back
 from workbench.campaign.proof import SyncProof, proof_ids, prove_weights
 from workbench.campaign.watch import Heartbeat
@@ -92,17 +92,21 @@ class Fleet:
         self._start_s = recipe.deadlines.start_s
         self._patience_s = recipe.deadlines.stop_s / 2
         """How long a part may take to stop itself before it is killed."""
+        self._failed = False
+        """Whether an error ended it: what its parts wrote is kept then."""
         self._stops: list[tuple[str, Callable[[], Awaitable[None]]]] = []
 
     async def __aenter__(self) -> Fleet:
         try:
             await self._start()
-        except BaseException:
+        except BaseException as error:
+            self._failed = isinstance(error, Exception)
             await self._stop()
             raise
         return self
 
     async def __aexit__(self, exc_type: object, error: BaseException | None, *_: object) -> None:
+        self._failed = isinstance(error, Exception)  # neither of an interrupt nor of a cancellation
         if isinstance(error, ComponentDied):
             # The others may be waiting for the dead one; what they have to say is not worth a deadline each.
             self._patience_s = min(self._patience_s, HURRIED_S)
@@ -153,6 +157,8 @@ class Fleet:
         async def stop() -> None:
             await asyncio.to_thread(ray.shutdown)
             for directory in filter(None, temp_dir):
+                if self._failed:
+                    await asyncio.to_thread(part_logs.keep, Path(directory), self.run_dir)
                 shutil.rmtree(directory, ignore_errors=True)
 
         self._stops.append(("ray", stop))
@@ -231,9 +237,11 @@ class Fleet:
         await asyncio.gather(*waits)
 
     async def _trainer_ready(self, timeout_s: float) -> None:
-        await within(self.trainer.ready.remote(), timeout_s, "the trainer", "loading the model")
+        await within(self.trainer.ready.remote(), timeout_s, "the trainer", "loading the model", key=PARTS_S)
         if self.recipe.train.ranks > 1:
-            others = await within(self.trainer.others.remote(), timeout_s, "the trainer", "naming its ranks")
+            others = await within(
+                self.trainer.others.remote(), timeout_s, "the trainer", "naming its ranks", key=PARTS_S
+            )
             self._further_ranks = {f"trainer rank {rank}": actor for rank, actor in enumerate(others, start=1)}
 
     def _make_worker(self, model_path: Path, number: int) -> Any:

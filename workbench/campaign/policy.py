@@ -16,6 +16,8 @@ from workbench.actors import within
 
 START_S = "deadlines.start_s"
 """The recipe's key for what has no deadline of its own at the start."""
+PARTS_S = "engine.start_timeout_s"
+"""The one for what starts beside the engines: the trainer and the finalizers too."""
 
 
 class PolicyWorkers:
@@ -35,7 +37,7 @@ class PolicyWorkers:
 
     async def start(self, timeout_s: float) -> None:
         """Start every engine; a worker ends its own wait at `timeout_s`, with a better reason than ours."""
-        self.urls = await self._all("start", (), timeout_s + 30.0, "starting its engine")
+        self.urls = await self._all("start", (), timeout_s + 30.0, "starting its engine", key=PARTS_S)
 
     async def probe(self, timeout_s: float) -> dict[str, Any]:
         """Hold the start-up conversation with every worker; the report of the first, they are all of one model."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from workbench import part_logs
 from workbench.places import MARK, ray_directories
 
 
@@ -31,6 +32,12 @@ def marked(mark: str) -> list[psutil.Process]:
             if needle in Path(f"/proc/{process.pid}/environ").read_bytes() and process.status() != "zombie":
                 found.append(process)
     return found
+
+
+def _environment(process: psutil.Process) -> list[bytes]:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
+    return []
 
 
 def stop_signals() -> list[signal.Signals]:
@@ -58,9 +65,14 @@ def sigterm_given_back() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-def end_marked(mark: str, grace_s: float = 5.0) -> int:
-    """End everything that carries the mark: SIGTERM, `grace_s` to comply, SIGKILL. Returns how many there were."""
+def end_marked(mark: str, grace_s: float = 5.0, logs_to: Path | None = None) -> int:
+    """End everything that carries the mark: SIGTERM, `grace_s` to comply, SIGKILL. Returns how many there were.
+
+    A Ray that the run left behind goes too, its parts' logs into the run directory `logs_to` where one is given.
+    """
     found = marked(mark)
+    # Its tokens are known to nobody else any more.
+    secrets = part_logs.secrets_in(variable for process in found for variable in _environment(process))
     ended = {process.pid for process in found}
     for process in found:
         with contextlib.suppress(psutil.Error):
@@ -77,5 +89,7 @@ def end_marked(mark: str, grace_s: float = 5.0) -> int:
         time.sleep(0.05)
         alive = marked(mark)
     for left in ray_directories(mark):
+        if logs_to is not None:
+            part_logs.keep(left, logs_to, secrets)
         shutil.rmtree(left, ignore_errors=True)
     return len(ended)

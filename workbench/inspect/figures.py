@@ -3,6 +3,7 @@
 `CaptureRate`: did the calls continue recorded prefixes, and how many rows of each step could be trained on.
 `RewardCurve`: what the policy earned, every valid rollout a dot, the step's mean a line. Of a run that trained nothing,
 as a served one, both show what was finalised.
+Invariant: a rollout stands at the step that took it (`taken_step`), not at the one that it was sampled for.
 Every number in a picture also stands in the table under it. Not here: causes (tables), log-probs (logprobs).
 """
 
@@ -47,8 +48,9 @@ class CaptureRate(StaticView):
         self.token_in = int((calls["mode"] == "token_in").sum())
         self.after_roots = calls.height - int((calls["mode"] == "text").sum())
         """Calls of the whole run that are no roots; `token_in` of them continue a recorded one."""
+        self.yet = markup.yet(run)
         self.finalised, self.valid = rollouts.height, int((rollouts["sample_mask"] == 1).sum())
-        rows = rollouts.group_by("step").agg(
+        rows = rollouts.group_by(pl.col("taken_step").alias("step")).agg(
             pl.len().cast(pl.Int64).alias("rows_seen"), (pl.col("sample_mask") == 1).sum().cast(pl.Int64).alias("valid")
         )
         self.steps = (
@@ -61,7 +63,7 @@ class CaptureRate(StaticView):
     def sentence(self) -> str:
         if self.steps.is_empty():
             said = f" · {self.valid:,} of {markup.count(self.finalised, 'rollout')} valid" if self.finalised else ""
-            return f"Capture over steps · no step yet{said}"
+            return f"Capture over steps · {self.unplaced or f'no step{self.yet}'}{said}"
         if self.unplaced:
             return f"Capture over {markup.count(self.steps.height, 'step')} · {self.unplaced}"
         rows, valid = int(self.steps["rows_seen"].sum()), int(self.steps["valid"].sum())
@@ -137,12 +139,12 @@ class RewardCurve(StaticView):
         check_run(run, "RewardCurve", "rollouts")
         valid: pl.DataFrame = run.rollouts.filter(pl.col("sample_mask") == 1)
         self.unplaced = _unplaced(valid)
-        self.rollouts = valid.drop_nulls(["step", "reward"]).sort("step", "group_id", "index")
-        self.untrained = (
-            valid.clear() if valid["step"].count() or self.unplaced else valid.select("rollout_id", "reward")
-        )
+        taken = valid.drop_nulls("taken_step").with_columns(step=pl.col("taken_step"))
+        self.rollouts = taken.drop_nulls("reward").sort("step", "group_id", "index")
+        self.yet = markup.yet(run)
+        self.untrained = valid.clear() if taken.height or self.unplaced else valid.select("rollout_id", "reward")
         """Valid rollouts of a run of which no step has trained any; their reward is null where none was given."""
-        placed = valid.drop_nulls("step").height
+        placed, self.waiting = taken.height, valid.height - taken.height
         self.unrewarded = f"{markup.count(placed, 'valid rollout')}, and no reward was given" if placed else ""
         """What is said of a run that trained rollouts none of which has a reward."""
         self.steps = (
@@ -155,6 +157,11 @@ class RewardCurve(StaticView):
             )
             .sort("step")
         )
+        if (lines := getattr(run, "steps", None)) is not None:
+            # The step's own mean leaves out who had no vote in it.
+            known = lines.select("step", voted="reward_mean")
+            self.steps = self.steps.join(known, on="step", how="left", maintain_order="left")
+            self.steps = self.steps.with_columns(pl.coalesce("voted", "mean").alias("mean")).drop("voted")
 
     def sentence(self) -> str:
         if self.untrained.height:
@@ -162,11 +169,12 @@ class RewardCurve(StaticView):
             mean = f"mean {rewards.mean():.3f} of {rewards.size:,} with a reward" if rewards.size else "no reward given"
             return f"Reward · {markup.count(self.untrained.height, 'valid rollout')}, none trained · {mean}"
         if self.steps.is_empty():
-            return f"Reward over steps · {self.unplaced or self.unrewarded or 'no valid rollout yet'}"
+            return f"Reward over steps · {self.unplaced or self.unrewarded or f'no valid rollout{self.yet}'}"
         first, last = self.steps["mean"][0], self.steps["mean"][-1]
+        waiting = f", {self.waiting:,} more in no recorded step" if self.waiting else ""
         return (
             f"Reward over {markup.count(self.steps.height, 'step')} · mean {first:.3f} at the first, "
-            f"{last:.3f} at the last · {markup.count(self.rollouts.height, 'valid rollout')}"
+            f"{last:.3f} at the last · {markup.count(self.rollouts.height, 'valid rollout')}{waiting}"
         )
 
     def draw(self) -> Figure:
@@ -213,7 +221,7 @@ class RewardCurve(StaticView):
         if all(reward is None for reward in rewards):
             figure, (ax,) = panels(0.9)
             said = f"{markup.count(len(rewards), 'valid rollout')}, and no reward was given" if rewards else ""
-            nothing = self.unplaced or self.unrewarded or "no valid rollout has been finalised yet"
+            nothing = self.unplaced or self.unrewarded or f"no valid rollout has been finalised{self.yet}"
             say_nothing_to_show(ax, said or nothing)
             return figure
         figure, (ax,) = panels(3.1)
@@ -250,12 +258,12 @@ class RewardCurve(StaticView):
 
 
 def _unplaced(rollouts: pl.DataFrame) -> str:
-    """What is said instead of numbers by step where rollouts were trained and groups.jsonl names no step of any; else
-    empty."""
+    """What is said instead of numbers by step where rollouts were trained and steps.jsonl names none of them, as where
+    a step was cut short; else empty."""
     trained = 0 if "trained_step" not in rollouts.columns else int(rollouts["trained_step"].count())
-    if not trained or rollouts["step"].count():
+    if not trained or rollouts["taken_step"].count():
         return ""
-    return f"the step of none of {markup.count(trained, 'trained rollout')} is known"
+    return f"no line of steps.jsonl names any of {markup.count(trained, 'trained rollout')}"
 
 
 def _number(value: float | int | None, spec: str) -> markup.Cell:

@@ -10,6 +10,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import Any
+
+from workbench.runs.condition import ENDED
 
 _FONT = "font-family:ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace"
 _CELL = "padding:3px 10px 3px 0;text-align:left;vertical-align:top;border:none"
@@ -118,6 +121,11 @@ def block(*parts: str) -> str:
 def count(number: int, singular: str, plural: str | None = None) -> str:
     """ "1 call", "1,204 calls"."""
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
+
+
+def yet(run: Any) -> str:
+    """ " yet" of a run that may still come to it; nothing of one that has ended."""
+    return "" if (getattr(run, "status", None) or {}).get("status") in ENDED else " yet"
 
 
 def steps(numbers: Sequence[int]) -> str:

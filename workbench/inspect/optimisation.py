@@ -95,11 +95,16 @@ class Optimisation(StaticView):
         held = getattr(run, "steps", None)
         if held is None:
             check_run(run, "Optimisation", "rollouts")
-        self.why_empty = "no optimiser step yet"
+        self.why_empty = f"no optimiser step{markup.yet(run)}"
         if held is None:
             self.why_empty = "a ledger has no optimiser steps"
         elif getattr(run, "served", False):
             self.why_empty = "a served run trains nothing, so it has no optimiser steps"
+        elif held.is_empty() and (trained := run.rollouts["trained_step"].drop_nulls()).len():
+            self.why_empty = (
+                f"no line of steps.jsonl{markup.yet(run)}; {markup.count(trained.len(), 'rollout')} trained in "
+                f"{markup.steps(sorted(set(trained)))}"
+            )
         names = [name for name, _, _ in _COLUMNS] + list(_OTHERS)
         frame = pl.DataFrame(schema={"step": pl.Int64}) if held is None else held
         lacking = [pl.lit(None, pl.Float64).alias(name) for name in names if name not in frame.columns]

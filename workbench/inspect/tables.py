@@ -42,7 +42,12 @@ class PoisonTable(LiveView):
         self.source = run
         rollouts: pl.DataFrame = run.rollouts
         self.total = rollouts.height
-        rejected = rollouts.filter(pl.col("cause").is_not_null()).sort("step", "group_id", "index")
+        # By the step that took them; `step` of the frame is the one that they were sampled for.
+        rejected = (
+            rollouts.filter(pl.col("cause").is_not_null())
+            .with_columns(step=pl.col("taken_step"))
+            .sort("step", "group_id", "index", nulls_last=True)
+        )
         self.causes = (
             rejected.group_by("cause", maintain_order=True)
             .agg(
@@ -89,7 +94,7 @@ class PoisonTable(LiveView):
         self.refused = None if refused is None else refused.filter(by="gateway")
         """Requests that the gateway refused, a row a rollout and reason (those of the engine are among the failures);
         None where the source keeps none, as a ledger."""
-        self.last_step: int = max(rollouts["step"].drop_nulls().to_list(), default=0)
+        self.last_step: int = max(rollouts["taken_step"].drop_nulls().to_list(), default=0)
         self.by_step = (
             rejected.drop_nulls("step").group_by("cause", "step").agg(pl.len().cast(pl.Int64).alias("rollouts"))
         )
@@ -97,7 +102,7 @@ class PoisonTable(LiveView):
     def sentence(self) -> str:
         rejected = int(self.causes["rollouts"].sum())
         if self.total == 0:
-            return "Causes · no rollout has been finalised yet"
+            return f"Causes · no rollout has been finalised{markup.yet(self.source)}"
         if rejected == 0:
             return f"Causes · none of {self.total:,} rollouts was rejected"
         top = self.causes.row(0, named=True)
@@ -122,7 +127,8 @@ class PoisonTable(LiveView):
             return figure
         figure, (matrix, totals) = panels(0.2 + 2 * height, rows=2)
         self._draw_matrix(matrix, names)
-        matrix.set_xlabel(f"optimiser step{more}")
+        unplaced = self.rejected["step"].null_count()
+        matrix.set_xlabel(f"optimiser step{f'; {unplaced:,} rejected in none' if unplaced else ''}{more}")
         bar_list(totals, names, counts, f"in all, {of}", self.total)
         return figure
 

@@ -43,8 +43,9 @@ ADDED: dict[str, tuple[Column, ...]] = {
     "rollouts": (
         Column("run", "str", "", "run"),
         Column("task_seed", "i64", "", "what its task was drawn with; null: not by a campaign"),
-        Column("step", "i64", "", "optimiser step the group was sampled for"),
+        Column("step", "i64", "", "optimiser step the group was sampled for; `taken_step` took it"),
         Column("verified", "bool", "", "the row passed every check of the verifier"),
+        Column("taken_step", "i64", "", "optimiser step that took its group, by steps.jsonl; null: none has"),
         Column("trained_step", "i64", "", "optimiser step with tokens of it in the loss; null: none had"),
     ),
     "calls": (

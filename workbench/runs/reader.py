@@ -170,7 +170,8 @@ class Run:
     @property
     def rollouts(self) -> pl.DataFrame:
         """One row a finalised rollout, by group and index; placeholders have their cause."""
-        paths = [*self._files.parts("rows"), *self._files.parts("train"), self.path / "groups.jsonl"]
+        paths = [*self._files.parts("rows"), *self._files.parts("train")]
+        paths += [self.path / "groups.jsonl", self.path / "steps.jsonl"]
         return self._files.kept("rollouts", paths, self._build_rollouts)
 
     @property
@@ -331,7 +332,8 @@ class Run:
     def _build_rollouts(self) -> pl.DataFrame:
         trained, masks = trained_steps(self._files.scalars("train"), self.path)
         self._files.damaged.note(masks.damaged)
-        rows = with_steps(self._files.scalars("rows").sort("group_id", "index"), self._files.lines("groups"), trained)
+        stored, lines = self._files.scalars("rows").sort("group_id", "index"), self._files.lines
+        rows = with_steps(stored, lines("groups"), lines("steps"), trained)
         return rows.with_columns(run=pl.lit(self.name), verified=_IS_VERIFIED).select(*frames.polars_dtypes("rollouts"))
 
     def _build_calls(self) -> pl.DataFrame:

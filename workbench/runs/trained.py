@@ -32,13 +32,21 @@ def trained_steps(train: pl.DataFrame, run_dir: Path) -> tuple[dict[str, int], P
     return dict(pl.concat([whole, remaining]).select("rollout_id", "step").rows()), masks
 
 
-def with_steps(rows: pl.DataFrame, groups: Sequence[Mapping[str, Any]], trained: Mapping[str, int]) -> pl.DataFrame:
-    """Stored rows, in their order, with `step` and `task_seed` of their group's line and their own `trained_step`."""
+def with_steps(
+    rows: pl.DataFrame,
+    groups: Sequence[Mapping[str, Any]],
+    steps: Sequence[Mapping[str, Any]],
+    trained: Mapping[str, int],
+) -> pl.DataFrame:
+    """Stored rows, in their order, with `step` and `task_seed` of their group's line, `taken_step` from the line of the
+    step that took the group, placeholders too, and their own `trained_step`."""
     step_of = {group["group_id"]: group.get("step") for group in groups}
     seed_of = {group["group_id"]: group.get("task_seed") for group in groups}
+    taken = {group_id: line.get("step") for line in steps for group_id in line.get("group_ids") or ()}
     return (
         rows.join(_keyed("group_id", "step", step_of), on="group_id", how="left", maintain_order="left")
         .join(_keyed("group_id", "task_seed", seed_of), on="group_id", how="left", maintain_order="left")
+        .join(_keyed("group_id", "taken_step", taken), on="group_id", how="left", maintain_order="left")
         .join(_keyed("rollout_id", "trained_step", trained), on="rollout_id", how="left", maintain_order="left")
     )
 

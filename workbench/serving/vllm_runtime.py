@@ -21,6 +21,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from workbench.errors import CaptureError, SetupError
+from workbench.part_logs import own_log
 
 if TYPE_CHECKING:
     from workbench.serving.settings import WorkerConfig
@@ -148,7 +149,7 @@ def start_engine(config: WorkerConfig, arguments: Any) -> Any:
     except Exception as error:  # vLLM's, pydantic's or torch's: which of them it is decides nothing here
         raise SetupError(
             f"The vLLM engine did not start: {_said(error)} Next: the recipe's model and engine values; all that the "
-            "engine wrote is in its worker's log, /tmp/ray/session_latest/logs/worker-*.err on the worker's node."
+            f"engine wrote: {own_log()}."
         ) from error
 
 

@@ -26,6 +26,7 @@ import ray
 
 from workbench import dataplane
 from workbench.errors import CaptureError, ComponentDied, DeadlineExceeded, SetupError, WeightSyncError
+from workbench.part_logs import own_log
 from workbench.serving.door import OF_ITS_NODE, WORKER_TOKEN_ENV, Door
 from workbench.serving.gate import GatedEngine, GenerationGate
 from workbench.serving.settings import WorkerConfig
@@ -93,8 +94,8 @@ class PolicyServer:
         except TimeoutError as error:
             _kill_children()
             raise DeadlineExceeded(
-                f"The {self.config.engine} engine was not ready within {self.config.start_timeout_s:g} s. Next: look "
-                "at the worker's log, or raise engine.start_timeout_s."
+                f"The {self.config.engine} engine was not ready within {self.config.start_timeout_s:g} s. Next: raise "
+                f"engine.start_timeout_s, or look at how far it came: {own_log()}."
             ) from error
         await self._serve(app)
         return self.url
@@ -225,7 +226,7 @@ class PolicyServer:
         """Raise ComponentDied when the engine is gone."""
         if self.config.engine == "vllm" and (self.engine is None or self.engine.errored):
             raise ComponentDied(
-                "The engine of the policy worker is gone. Next: its last words are in the worker's log."
+                f"The engine of the policy worker is gone. Next: its last words, if it had any: {own_log()}."
             )
 
     async def _load(self, path: str, version: int) -> dict[str, float]:

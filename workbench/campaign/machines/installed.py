@@ -107,7 +107,9 @@ def trial(recipe: Recipe | None) -> Iterator[Finding]:
     except subprocess.TimeoutExpired as error:
         said, wrong = (error.stdout or b"").decode(), f"no answer within {TRIAL_TIMEOUT_S:.0f} s"
     seconds = dict(line.split() for line in said.splitlines() if line.startswith(("ray ", "row ")))
-    cure = "try when the machine is less busy; Ray's own words are in /tmp/ray/session_latest/logs"
+    cure = "try when the machine is less busy"
+    if recipe is not None and recipe.ray.address != "local":
+        cure += "; what a cluster's Ray wrote lies on its nodes, in session_latest/logs under ray start's --temp-dir"
     for what, name, done_in in (("ray", "ray", "started in"), ("row", "data plane", "a row put, read, cleared in")):
         if what in seconds:
             yield Finding(name, f"{done_in} {seconds[what]} s")

@@ -31,12 +31,15 @@ _AUTOSAVE_S = 20
 
 
 class Execution:
-    """One execution, not begun. `stop_signal` is the first signal that came, `signals` how many came."""
+    """One execution, not begun. `stop_signal` is the first signal that came, `signals` how many came.
 
-    def __init__(self) -> None:
+    `logs_to`: the directory of the run that it executes, for the logs of parts that it leaves behind.
+    """
+
+    def __init__(self, logs_to: Path | None = None) -> None:
         self.stop_signal: int | None = None
         self.signals = 0
-        self._kernel = OwnKernel()
+        self._kernel = OwnKernel(logs_to)
         self._error: BaseException | None = None
         self._interrupted_at: float | None = None
         self._done = threading.Event()

@@ -31,9 +31,13 @@ KERNEL_NAME = "workbench-run"
 
 
 class OwnKernel:
-    """A kernel of this interpreter, not yet started. `manager` goes to nbclient or papermill as `km`."""
+    """A kernel of this interpreter, not yet started. `manager` goes to nbclient or papermill as `km`.
 
-    def __init__(self) -> None:
+    The logs of a Ray that it leaves behind go into the run directory `logs_to`.
+    """
+
+    def __init__(self, logs_to: Path | None = None) -> None:
+        self._logs_to = logs_to
         self.mark = uuid.uuid4().hex
         self._specs = tempfile.TemporaryDirectory(prefix="workbench-kernel-", ignore_cleanup_errors=True)
         spec = Path(self._specs.name) / KERNEL_NAME
@@ -84,6 +88,6 @@ class OwnKernel:
 
     def end(self, grace_s: float = 5.0) -> int:
         """End everything that carries the mark: SIGTERM, `grace_s` to comply, SIGKILL. Returns how many there were."""
-        ended = end_marked(self.mark, grace_s)
+        ended = end_marked(self.mark, grace_s, self._logs_to)
         self._specs.cleanup()
         return ended

@@ -25,7 +25,7 @@ from typing import Any
 import orjson
 from nbformat import NotebookNode
 
-from workbench import errors
+from workbench import errors, part_logs
 from workbench.actors import root_cause
 from workbench.campaign.machines.environment_record import store_environment
 from workbench.campaign.report.execution import Execution
@@ -67,6 +67,8 @@ class NotebookResult:
     summary: Summary | None
     shown: bool = True
     """False where a run has records and its notebook ends before the cells that show them."""
+    logs: Path | None = None
+    """What the parts of a run that failed wrote, where it was kept."""
 
 
 def run_recipe(recipe_name: str, overrides: Sequence[str] = (), run_name: str | None = None) -> int:
@@ -115,7 +117,9 @@ def conclude(result: NotebookResult) -> int:
             how = f"failed: {' '.join(root_cause(what).split()).rstrip('.')}"
         run_dir = result.notebook.parent
         show = "" if result.shown else f"; to show its records: workbench report {as_word(run_dir)}"
-        tell(f"workbench: the run {how}; see {result.notebook}{show}{_further(result.outcome, run_dir)}", sys.stderr)
+        logs = f"; what its parts wrote: {result.logs}" if result.logs else ""
+        further = _further(result.outcome, run_dir)
+        tell(f"workbench: the run {how}; see {result.notebook}{logs}{show}{further}", sys.stderr)
     return result.exit_code
 
 
@@ -204,8 +208,8 @@ def _execute(
         store_environment(run_dir)
     target = run_dir / name
     html = target.with_suffix(".html")
-    began = time.monotonic()
-    execution = Execution()
+    began, began_at = time.monotonic(), time.time()
+    execution = Execution(run_dir if live else None)
     progress = ProgressLine(run_dir, sys.stderr) if live else None
     if live:
         tell(f"Run {run_dir} (Ctrl-C stops it; workbench resume goes on)", sys.stderr)
@@ -233,7 +237,7 @@ def _execute(
         if target.stat().st_size > MAX_BYTES:
             tell(f"workbench: {target} has {target.stat().st_size:,} bytes, more than {MAX_BYTES:,}", sys.stderr)
     code = _exit_code(outcome, execution.stop_signal) or int(summary is not None and summary.nothing_trained)
-    return NotebookResult(target, html, outcome, code, summary, shown)
+    return NotebookResult(target, html, outcome, code, summary, shown, part_logs.kept(run_dir, began_at))
 
 
 def _write_pages(run_dir: Path, target: Path, executed: NotebookNode, state: str) -> None:

@@ -82,6 +82,7 @@ class Summary:
     resumed: int
     """How often the run was stopped and gone on with; `seconds` is about the last time only."""
     reward_first_step: float | None
+    """`reward_mean` of the first step that has one."""
     reward_last_step: float | None
     reward_rise: dict[str, Any] | None
     """Last quarter of the steps against the first, with one-sided 95 % bounds; null for fewer than eight steps."""
@@ -209,7 +210,8 @@ def summary_of(
     for damaged in run.damaged_parts().values():
         raise damaged
     steps, rollouts, campaign = run.steps, finished_rollouts(run), run.campaign.row(0, named=True)
-    taken = rollouts.filter(pl.col("step").is_in(steps["step"].to_list()))
+    taken = rollouts.drop_nulls("taken_step")
+    rewards = steps.sort("step")["reward_mean"].drop_nulls().to_list()
     calls = run.calls.join(rollouts, on="rollout_id", how="semi")
     rates = token_in_rates(calls)
     refused = run.refused
@@ -242,7 +244,7 @@ def summary_of(
         refused_words=refused_words(refused),
         rejected=rollouts.filter(pl.col("cause").is_not_null())
         .sort("group_id", "index")
-        .select("rollout_id", "step", "cause", "detail", "call_id", "position", "reward")
+        .select("rollout_id", pl.col("taken_step").alias("step"), "cause", "detail", "call_id", "position", "reward")
         .to_dicts(),
         proofs=[
             {
@@ -257,21 +259,11 @@ def summary_of(
         on_policy_tokens=deltas.equal_tokens,
         mean_abs_logprob_delta_on_policy=deltas.equal_total / deltas.equal_tokens if deltas.equal_tokens else None,
         resumed=int(run.status.get("resumed") or 0),
-        reward_first_step=_mean_reward(taken, "min"),
-        reward_last_step=_mean_reward(taken, "max"),
+        reward_first_step=rewards[0] if rewards else None,
+        reward_last_step=rewards[-1] if rewards else None,
         reward_rise=asdict(rise) if (rise := reward_rise(steps["reward_mean"].to_list())) else None,
         seconds=round(seconds, 1),
     )
-
-
-def _mean_reward(rollouts: pl.DataFrame, which: str) -> float | None:
-    """Mean reward of the valid rows of the first ("min") or last ("max") step that has any."""
-    valid = rollouts.filter(pl.col("sample_mask") == 1)
-    if valid.is_empty():
-        return None
-    step = valid["step"].min() if which == "min" else valid["step"].max()
-    mean = valid.filter(pl.col("step") == step)["reward"].mean()
-    return float(mean) if isinstance(mean, (int, float)) else None
 
 
 def _rise(rise: dict[str, Any]) -> str:

@@ -14,13 +14,14 @@ import contextlib
 import os
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from workbench import dataplane, runs
+from workbench import dataplane, part_logs, runs
 from workbench.actors import root_cause
 from workbench.campaign.fleet import Fleet
 from workbench.campaign.processes import end_marked, signal_words, stop_signals
@@ -49,11 +50,15 @@ def serve(recipe: Recipe, run_dir: Path) -> int:
     heavy starts, DeadlineExceeded or ComponentDied naming the part at fault later.
     """
     mark = os.environ[MARK] = uuid.uuid4().hex
-    runner = asyncio.Runner()
+    runner, began_at = asyncio.Runner(), time.time()
     try:
         code = runner.run(_until_stopped(recipe, run_dir))
-    finally:
-        end_marked(mark)
+    except BaseException:
+        end_marked(mark, logs_to=run_dir)
+        if logs := part_logs.kept(run_dir, began_at):
+            tell(f"what its parts wrote: {logs}", sys.stderr)
+        raise
+    end_marked(mark)
     if code:
         # A start that was cut short has a thread in it (`ray.init`, a data plane's start) that can be neither cancelled
         # nor waited for, and Python would wait for it. The store is closed, and nothing of the run is left.

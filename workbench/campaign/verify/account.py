@@ -1,9 +1,9 @@
 """Verify account: what a run says of itself as a whole, in its recipe, status, events, summary and vocabulary.
 
-In: what its groups, lines and events gave. Out: differences for a file that a finished run has lost (for its summary a
-remark: a kill may have come before it), and for a value that other records of the run contradict. A recipe is compared
-with its digest, which the events hold, and with what was sampled and trained by it; a vocabulary with the tokenizer
-beside the weights that the run published, where one is left.
+In: what its groups, lines and events gave. Out: differences for a file that a finished run has lost (for its summary
+and its vocabulary a remark: a kill may have come before them), for an event that is there twice, and for a value that
+other records of the run contradict. A recipe is compared with its digest, which the events hold, and with what was
+sampled and trained by it; a vocabulary with the tokenizer beside the weights that the run published, where one is left.
 Invariant: a summary is compared only where nothing else differs: it would differ for the same reason.
 Not here: groups and steps (run, steps); whether the files can be read (logs).
 """
@@ -33,6 +33,10 @@ _NO_SUMMARY = (
     "summary.json: this file is missing and the run is done: it was removed, or the runner was killed before it wrote "
     "one. Next: restore it from a copy of the run; `workbench inspect` shows its numbers anew"
 )
+_NO_VOCABULARY = (
+    "vocabulary.json: this file is missing and the run is done: it was removed, or its tokenizer could not be read. "
+    "Next: restore it from a copy of the run; without it, and without weights/*/tokenizer.json, views show ids for text"
+)
 _NOT_OF_RECORDS = ("notebook", "html", "status", "error", "guessed", "nothing_learned", "seconds")
 """Of a summary: paths, times, and what is said in words of its version."""
 
@@ -44,6 +48,9 @@ def verify_account(
     if done:
         _verify_presence(run.path, told, report)
     lines = scan_lines(run.path / "steps.jsonl").rows
+    for event in told.repeated:
+        what = f"has the event {event.get('kind')} of {event['at']} another time, with the same fields"
+        report.differs("events.jsonl", None, None, what)
     _verify_verdicts(known, told, report)
     if done and not run.served and lines:
         _verify_end(run, lines, known, told, trained, report)
@@ -58,6 +65,9 @@ def _verify_presence(run_dir: Path, told: Told, report: VerifyReport) -> None:
     has_runner, has_summary = ((run_dir / name).exists() for name in ("environment.json", "summary.json"))
     if has_runner and not has_summary and not is_held(run_dir):
         report.remarks.append(_NO_SUMMARY)
+    has_rows = any((run_dir / "rows").glob("*.parquet"))
+    if has_runner and has_rows and not (run_dir / "vocabulary.json").exists() and not is_held(run_dir):
+        report.remarks.append(_NO_VOCABULARY)
     for name in ("status.json", "events.jsonl", *(["recipe.yaml"] if told.by_recipe else [])):
         if not (run_dir / name).exists():
             report.differs(name, None, None, "this file is missing and the run is done")

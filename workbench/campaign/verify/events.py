@@ -2,7 +2,7 @@
 
 In: events.jsonl. Out: `Told`: how each group was started, why rollouts were rejected, how many groups were given up,
 where the run was gone on with and how it ended. Invariant: of what happened again after a stop only the last time
-counts, as in the lines that were written of it.
+counts, as in the lines that were written of it; a line that is there twice, to its time, counts once.
 Not here: comparing (steps, account).
 """
 
@@ -12,6 +12,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from workbench.runs.frames import scan_lines
 
@@ -38,6 +40,8 @@ class Told:
     """How often the run had been begun before the last time; None where that was not recorded."""
     resumed_after: int = 0
     """The step after which the run was last gone on with; 0 where it never was."""
+    repeated: list[dict[str, Any]] = field(default_factory=list)
+    """Each event that is there another time, as nobody writes it."""
     recipes: list[str] = field(default_factory=list)
     """SHA-256 of recipe.yaml each time that it was stored."""
     by_recipe: bool = False
@@ -49,7 +53,13 @@ class Told:
 def read_told(run_dir: Path) -> Told:
     """All of it that can be read."""
     told = Told()
+    seen: set[bytes] = set()
     for event in scan_lines(run_dir / "events.jsonl").rows:
+        line = orjson.dumps(event, option=orjson.OPT_SORT_KEYS)
+        if "at" in event and line in seen:
+            told.repeated.append(event)
+            continue
+        seen.add(line)
         kind, group_id = event.get("kind"), event.get("group_id", "")
         if kind == "group_started":
             told.groups[group_id] = {name: event[name] for name in _OF_A_GROUP if name in event}

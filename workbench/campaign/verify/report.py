@@ -15,8 +15,9 @@ _SHOWN = 20
 NOT_COVERED = (
     "not recomputed: the trainer's log-probs, loss, KL penalty, gradient norm and router agreement, which need the "
     "model (tools/recompute_run.py does the first two), and what has no second record: times, proofs, error texts, "
-    "environment.json, weights, a ledger's context_digest after the first request (and its context_len without "
-    "items.jsonl), most of a recipe without a digest in the events, a vocabulary without weights/*/tokenizer.json"
+    "environment.json, campaign.ipynb, campaign.html, weights, a ledger's context_digest after the first request (and "
+    "its context_len without items.jsonl), most of a recipe without a digest in the events, a vocabulary without "
+    "weights/*/tokenizer.json"
 )
 
 

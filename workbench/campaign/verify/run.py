@@ -38,7 +38,7 @@ from workbench.finalizer.routes import RouteDims, RoutePlan, RouteSettings
 from workbench.finalizer.verdicts import Staged
 from workbench.inspect.custody import guessed_words
 from workbench.inspect.html import count
-from workbench.runs.frames import read_lines, read_parts
+from workbench.runs.frames import read_lines, read_parts, scan_lines
 from workbench.runs.reader import Run
 from workbench.runs.schema import columns
 from workbench.runs.shelf import finished_rollouts
@@ -73,9 +73,10 @@ def verify_run(run_dir: Path | str) -> VerifyReport:
     trained = verify_steps(run.path, run.recipe, verified, known, told, report)
     verify_step_lines(run.path, told, report)
     steps = recorded(run.path / "steps.jsonl", "step", report)
-    for step in sorted(steps or (), key=str):
-        if not (run.path / "train" / f"step-{step}.parquet").exists():
-            report.differs(f"train/step-{step}.parquet", None, None, "this part is missing")
+    lost = [step for step in sorted(steps or (), key=str) if not (run.path / "train" / f"step-{step}.parquet").exists()]
+    for step in lost:
+        report.differs(f"train/step-{step}.parquet", None, None, "this part is missing")
+    trained |= _groups_in_lines(run.path / "steps.jsonl", lost)
     if done:  # one that was stopped may have come to its parts and not to their lines
         taken = {int(path.stem[5:]) for path in (run.path / "train").glob("step-*.parquet") if path.stem[5:].isdigit()}
         verify_lines(run.path / "steps.jsonl", "step", steps, taken, report)
@@ -89,7 +90,10 @@ def _tell_calls_without_receipt(run: Run, report: VerifyReport) -> None:
     calls = run.calls
     if run.damage:
         return  # which calls belong to what is not known then, and what is at fault is a difference of its own
+    closed = [path.stem for path in (run.path / "receipts").glob("*.jsonl")]
     rest = calls.join(finished_rollouts(run), on="rollout_id", how="anti")
+    # Of a group whose rows are missing, which is a difference, the receipts may be there.
+    rest = rest.filter(~rest["group_id"].is_in(closed).fill_null(value=False))
     if rest.height:
         rollouts = count(rest["rollout_id"].n_unique(), "rollout")
         report.not_compared.append(f"{count(rest.height, 'call')} of {rollouts} without a receipt")
@@ -361,6 +365,12 @@ def _first_difference(name: str, held_T: np.ndarray, found_T: np.ndarray) -> str
     at = int(unequal[0][0])
     many = len(set(unequal[0].tolist()))
     return f"{name} differs at {many} positions, first at {at}: {held_T[at]} stored, {found_T[at]} recomputed"
+
+
+def _groups_in_lines(path: Path, steps: Sequence[Any]) -> set[str]:
+    """The groups that the lines of these steps name."""
+    named = [line.get("group_ids") for line in scan_lines(path).rows if line.get("step") in steps]
+    return {group_id for group_ids in named if isinstance(group_ids, list) for group_id in map(str, group_ids)}
 
 
 def _groups_of(path: Path) -> list[str]:
