@@ -2,8 +2,8 @@
 
     python tools/recompute_run.py reports/RUN [--model FOLDER]
 
-Reads recipe.yaml, steps.jsonl and the Parquet parts of rows/ and train/. Per step: advantages from rewards; which
-tokens are in the loss, from masks, versions and log-probs; the clipped loss and the agreement numbers from stored
+Reads recipe.yaml, steps.jsonl and the Parquet parts of rows/ and train/. Per step: advantages from rewards (grpo, rloo,
+dr_grpo); which tokens are in the loss, from masks, versions and log-probs; the clipped loss and the agreement numbers from stored
 log-probs; and log-probs by a plain forward pass of transformers where the weights of the step are at hand: the first
 step's are the model that the run started from (--model), others' lie in weights/ of the run while they are kept, and
 count only in float32. Where the run replayed a mixture's routes, so does the forward pass, with those in calls/. Prints
@@ -37,6 +37,7 @@ BOUNDS = {
 """Largest |stored - recomputed|. Sums in float32 and float64 differ by the loss's; log-probs in nat."""
 
 NOTHING = {
+    "advantage": "the recipe's estimator is none of grpo, rloo and dr_grpo, or shuffled; losses use those recorded",
     "loss": "with a KL penalty it needs the log-probs of the model that the run started from",
     "logprob": "no step has its weights at hand (--model FOLDER: those of the first; weights/ keeps the last ones, and "
     "they count where model.dtype is float32)",
@@ -77,11 +78,14 @@ def read_part(path: Path) -> list[dict[str, Any]]:
         raise SystemExit(f"{path} cannot be read: {' '.join(str(error).split())}") from None
 
 
+KNOWN_ADVANTAGES = ("grpo", "rloo", "dr_grpo")
+
+
 def advantages(rewards: list[float], groups: list[str], votes: list[bool], chosen: dict[str, Any]) -> list[float]:
-    """By the definitions of grpo, rloo and dr_grpo."""
+    """By the definitions of grpo, rloo and dr_grpo; none for others, and for shuffled ones."""
     name, options = chosen["name"], chosen.get("options") or {}
-    if name not in ("grpo", "rloo", "dr_grpo") or chosen.get("shuffle"):
-        raise SystemExit(f"advantages of {name} (shuffled or not known here) are not recomputed")
+    if name not in KNOWN_ADVANTAGES or chosen.get("shuffle"):
+        return []
     out = []
     for reward, group, vote in zip(rewards, groups, votes, strict=True):
         mates = [r for r, g, v in zip(rewards, groups, votes, strict=True) if g == group and v]
@@ -112,6 +116,8 @@ def loss_masks(rows: list[dict[str, Any]], step: int, train: dict[str, Any]) -> 
         rejected = policy == "reject" and bool((stale & sampled).any())
         delta = np.abs(np.subtract(row["trainer_logprobs"], row["logprobs"], dtype=float)[sampled])
         apart = limit is not None and sampled.any() and np.exp(delta).mean() > limit
+        # Of rewards and their components the estimator alone knows which go together: that is taken as recorded.
+        rejected = rejected or row.get("left_out") == "reward_components"
         masks.append(sampled & ~(stale & (policy != "allow")) & (not (rejected or apart)))
         voted.append(row["sample_mask"] == 1 and not rejected)
     return masks, voted
@@ -243,11 +249,9 @@ def recompute(run: Path, model: Path | None = None) -> Comparison:
         votes = [row["sample_mask"] == 1 for row in rows]
         masks, voted = loss_masks(rows, step["step"], recipe["train"])
         result.see("loss_mask", np.concatenate([row["loss_mask"] for row in rows]), np.concatenate(masks))
-        result.see(
-            "advantage",
-            [row["advantage"] for row in rows],
-            advantages([r["reward"] for r in rows], [r["group_id"] for r in rows], voted, recipe["train"]["advantage"]),
-        )
+        chosen = recipe["train"]["advantage"]
+        if own := advantages([r["reward"] for r in rows], [r["group_id"] for r in rows], voted, chosen):
+            result.see("advantage", [row["advantage"] for row in rows], own)
         if not (recipe["train"].get("kl") or {}).get("coefficient"):
             result.see("loss", step["loss"], clipped_loss(rows, recipe["train"], recipe["model"]["max_model_len"]))
         delta_K = np.array(

@@ -354,6 +354,11 @@ def test_the_bars_of_a_mean_are_not_parted_in_a_narrow_tables_head(run):
     assert 'mean <span style="white-space:nowrap">|Δ|</span>' in html, "nor in the sentence over it"
 
 
+def test_no_worst_token_is_an_empty_cell():
+    texts = [row["text"] for row in LogprobDelta(runs.open(recorded_run())).worst(10_000)]
+    assert '" "' in texts and all(text.strip() for text in texts)
+
+
 def test_the_text_before_a_worst_token_is_that_of_its_row_and_not_of_the_sampled_tokens_alone(run):
     delta = LogprobDelta(run)
     rows = delta.worst(60)

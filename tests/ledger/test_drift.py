@@ -122,6 +122,13 @@ HISTORIES: dict[str, tuple[Items, Items, Items, Cause, int | None]] = {
         Cause.TOOLS_CHANGED,
         None,
     ),
+    "a tool list that is gone": (
+        [*envelope("a"), user("q")],
+        [model("A")],
+        [user("q"), model("A"), user("more")],
+        Cause.TOOLS_CHANGED,
+        None,
+    ),
     "another question, behind tools": (
         [*envelope("a"), SYSTEM, user("q")],
         [model("A")],
@@ -155,6 +162,7 @@ def test_cause_and_first_differing_item(name: str, tmp_path: Path) -> None:
     assert drift is not None
     assert (drift.cause, drift.position) == (cause, position), drift.detail
     assert drift.nearest_call == (None if name == "nothing in common" else "c0")
+    assert "_ng_request_envelope" not in drift.detail, "what only the gateway calls so"
     if name == "another question, behind tools":
         assert drift.detail.startswith("item 1 (from 0): a user item was changed")
     assert [event["cause"] for event in store.events(R)] == [cause.value]

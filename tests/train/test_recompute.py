@@ -122,6 +122,21 @@ def test_what_old_weights_sampled_is_left_out_as_the_recipe_says(copied, policy)
         assert (differences["advantage"] > 1e-9) == (max_lag == 0 and policy == "reject")
 
 
+def test_losses_are_compared_where_the_estimator_is_not_known(copied):
+    recipe = yaml.safe_load((copied / "recipe.yaml").read_text())
+    recipe["train"]["advantage"] = {"name": "gdpo"}
+    (copied / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    code, said = recompute(copied)
+    lines = dict(line.split(maxsplit=1) for line in said.splitlines())
+    assert code == 0 and "not compared: the recipe's estimator is none of grpo" in lines["advantage"]
+    assert "4 values" in lines["loss"]
+    steps = [json.loads(line) for line in (copied / "steps.jsonl").read_text().splitlines()]
+    steps[1]["loss"] += 0.01
+    (copied / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    code, said = recompute(copied)
+    assert code == 1 and "BEYOND its bound in step 2" in said
+
+
 def test_what_nothing_was_compared_of_is_not_said_to_agree(copied):
     code, said = recompute(copied)
     (line,) = [line for line in said.splitlines() if line.startswith("logprob ")]

@@ -35,11 +35,12 @@ class Member:
         """Group ids, in the order they came."""
         self._process: psutil.Process | None = None  # None: not up yet, or on another machine
 
-    async def come_up(self, timeout_s: float) -> None:
-        """Wait until it is ready. ComponentDied or DeadlineExceeded where it does not get there; it is dead then."""
+    async def come_up(self, timeout_s: float, key: str) -> None:
+        """Wait until it is ready. ComponentDied or DeadlineExceeded where it does not get there; it is dead then.
+        `key` of the recipe raises `timeout_s`."""
         try:
-            await within(self.actor.ready.remote(timeout_s), timeout_s, self.name, "starting")
-            self._process = await within(_process_of(self.actor), timeout_s, self.name, "starting")
+            await within(self.actor.ready.remote(timeout_s), timeout_s, self.name, "starting", key=key)
+            self._process = await within(_process_of(self.actor), timeout_s, self.name, "starting", key=key)
         except Exception:
             with contextlib.suppress(DeadlineExceeded):  # it has no group that another one might get
                 await self._until_dead()

@@ -57,7 +57,9 @@ class FinalizerPool:
 
     async def start(self, timeout_s: float) -> None:
         """Start all members; ComponentDied or DeadlineExceeded when one does not come up within `timeout_s`."""
-        await asyncio.gather(*(self._bring_up(number, timeout_s) for number in range(self._size)))
+        await asyncio.gather(
+            *(self._bring_up(number, timeout_s, "engine.start_timeout_s") for number in range(self._size))
+        )
 
     async def finalize(self, request: FinalizationRequest) -> FinalizedGroup:
         """Have a group finalised; returns metadata only.
@@ -174,16 +176,17 @@ class FinalizerPool:
         """`_bring_up` until one stays: Ray still sends actors to a node that was lost just now, where they die."""
         while True:
             try:
-                return await self._bring_up(number, max(0.1, round(deadline - time.monotonic(), 1)))
+                left_s = max(0.1, round(deadline - time.monotonic(), 1))
+                return await self._bring_up(number, left_s, "deadlines.replace_s")
             except ComponentDied:
                 if time.monotonic() + _AGAIN_AFTER_S > deadline:
                     raise
             await asyncio.sleep(_AGAIN_AFTER_S)
 
-    async def _bring_up(self, number: int, timeout_s: float) -> None:
+    async def _bring_up(self, number: int, timeout_s: float, key: str) -> None:
         member = self._members[number] = Member(number, self._start_actor(number))
         try:
-            await member.come_up(timeout_s)
+            await member.come_up(timeout_s, key)
         except Exception:
             del self._members[number]
             raise

@@ -138,7 +138,7 @@ class LogprobDelta(LiveView):
 
     def __init__(self, source: Any, *, vocabulary: Vocabulary | None = None) -> None:
         self.source = None if isinstance(source, pl.DataFrame) else source
-        self.why_empty = "no token has been trained on yet"
+        self.why_empty = f"no token has been trained on{markup.yet(source)}"
         if isinstance(source, pl.DataFrame):
             frame = source
         elif hasattr(source, "logprobs"):
@@ -353,7 +353,8 @@ class LogprobDelta(LiveView):
         else:
             preceding = [self._sampled_before(row["at"]) for row in rows]
         for row, before in zip(rows, preceding, strict=True):
-            row["text"], row["before"] = self._text([row["token_id"]]), self._text(before)
+            text = self._text([row["token_id"]])
+            row["text"], row["before"] = text if text.strip() else f'"{text}"', self._text(before)
         return rows
 
     def _sampled_before(self, at: int) -> list[int]:

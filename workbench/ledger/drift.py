@@ -75,12 +75,13 @@ def diagnose_drift(
         cause, detail = _after_whole_history(call, came, position, prompt_options, in_custody)
     else:
         cause, detail = _compare(call, expected, came, position, dialect)
+    here = [items[position].role for items in (expected, came) if position < len(items)]
+    in_envelope = REQUEST_ENVELOPE_ROLE in here
     difference = None
-    if position < len(expected):
+    if position < len(expected) and (not in_envelope or here == [REQUEST_ENVELOPE_ROLE] * 2):
         difference = first_difference(expected[position], came[position] if position < len(came) else None)
     if difference is not None:
         detail = f"{detail}; {difference}"
-    in_envelope = REQUEST_ENVELOPE_ROLE in [items[position].role for items in (expected, came) if position < len(items)]
     return Drift(cause, call.model_call_id, None if in_envelope else position, detail, difference)
 
 
