@@ -3,12 +3,12 @@
     python tools/recompute_run.py reports/RUN [--model FOLDER]
 
 Reads recipe.yaml, steps.jsonl and the Parquet parts of rows/ and train/. Per step: advantages from rewards (grpo, rloo,
-dr_grpo); which tokens are in the loss, from masks, versions and log-probs; the clipped loss and the agreement numbers from stored
-log-probs; and log-probs by a plain forward pass of transformers where the weights of the step are at hand: the first
-step's are the model that the run started from (--model), others' lie in weights/ of the run while they are kept, and
-count only in float32. Where the run replayed a mixture's routes, so does the forward pass, with those in calls/. Prints
-the largest difference of each, or why nothing was compared, and exits 1 where one is beyond its bound. It imports
-nothing of Workbench, so that the two can only agree by being right.
+dr_grpo); which tokens are in the loss, from masks, versions and log-probs; the clipped loss and the agreement numbers
+from stored log-probs; and log-probs by a plain forward pass of transformers where the weights of the step are at hand:
+the first step's are the model that the run started from (--model), others' lie in weights/ of the run while they are
+kept, and count only in float32. Where the run replayed a mixture's routes, so does the forward pass, with those in
+calls/. Prints the largest difference of each, or why nothing was compared, and exits 1 where one is beyond its bound.
+It imports nothing of Workbench, so that the two can only agree by being right.
 """
 
 from __future__ import annotations
