@@ -188,6 +188,7 @@ def test_a_run_in_which_every_rollout_was_rejected_trained_nothing_and_says_why(
     said = "6 of 6 rollouts were rejected, 6 of them as unresolved_parent, most often: history_edited ("
     assert first.startswith(f"  nothing was trained        {said}")
     assert following.strip() == f"Next: workbench inspect {tmp_path}/run run.0.0.0"
+    assert "optimiser steps            1 taken on no row, weight version 1" in summary.text()
     assert "nothing was trained" not in summarise_one_valid(tmp_path / "other")
 
 

@@ -111,8 +111,8 @@ class Summary:
             *self._remarks(),
             f"  notebook                   {self.notebook}",
             f"  page                       {self.html}",
-            f"  optimiser steps            {self.steps}{self._taken_without_a_line()}, "
-            f"weight version {_dash(self.weight_version)}",
+            f"  optimiser steps            {self.steps}{' taken on no row' * self.nothing_trained}"
+            f"{self._taken_without_a_line()}, weight version {_dash(self.weight_version)}",
             f"  groups                     {self.groups}, rows in every group: {rows}",
             f"  rollouts                   {self.valid_rollouts} of {self.rollouts} valid, {self.calls} calls"
             + (f" and {self.unfinished_calls} of unfinished ones" if self.unfinished_calls else ""),
