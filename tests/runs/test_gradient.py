@@ -15,12 +15,16 @@ def steps(**columns) -> pl.DataFrame:
 
 
 def test_steps_that_may_have_taught_something_are_not_called_nothing_learned():
-    assert learned_nothing(steps()) and not learned_nothing(steps().clear())
-    assert not learned_nothing(steps(grad_norm=[0.0, 1e-9], advantage_abs_mean=[0.0, 1e-9]))
-    assert not learned_nothing(steps(grad_norm=[None, None], advantage_abs_mean=[None, None])), "not known"
-    assert learned_nothing(steps(grad_norm=[None, None])), "a run from before the norm was stored"
-    assert learned_nothing(steps(grad_norm=[0.1, 0.1])), "the KL penalty's gradient is no reward's"
-    assert not learned_nothing(steps(loss_tokens=[0, 0])), "that nothing was trained is said elsewhere"
+    def learned(**columns) -> bool:
+        return not learned_nothing(steps(**columns), pl.DataFrame(VOTES))
+
+    assert not learned() and not learned_nothing(steps().clear(), pl.DataFrame(VOTES).clear())
+    assert learned(grad_norm=[0.0, 1e-9], advantage_abs_mean=[0.0, 1e-9])
+    assert learned(grad_norm=[None, None], advantage_abs_mean=[None, None]), "not known"
+    assert not learned(grad_norm=[None, None]), "a run from before the norm was stored"
+    assert not learned(grad_norm=[0.1, 0.1]), "the KL penalty's gradient is no reward's"
+    assert learned(loss_tokens=[0, 0]), "that nothing was trained is said elsewhere"
+    assert learned(step=[1, 3]), "step 2 was taken, and its line is missing"
 
 
 def test_why_nothing_was_learned_is_what_the_votes_say():

@@ -20,16 +20,19 @@ def had_gradient(step: Mapping[str, Any]) -> bool:
     return bool(step.get("advantage_abs_mean") != 0 if norm is None else norm > 0)
 
 
-def learned_nothing(steps: pl.DataFrame) -> bool:
-    """Steps were taken on tokens, and in each the gradient was 0 or every advantage was."""
+def learned_nothing(steps: pl.DataFrame, rollouts: pl.DataFrame) -> bool:
+    """Steps were taken on tokens, and in each the gradient was 0 or every advantage was. Of a step whose line is
+    missing, as where a run ended before its weights were out, that is not known."""
     taken = steps.to_dicts()
+    if set(rollouts["trained_step"].drop_nulls().to_list()) - {step["step"] for step in taken}:
+        return False
     with_tokens = any(step.get("loss_tokens") != 0 for step in taken)
     return with_tokens and not any(had_gradient(step) and step.get("advantage_abs_mean") != 0 for step in taken)
 
 
 def nothing_learned(steps: pl.DataFrame, rollouts: pl.DataFrame, train: Mapping[str, Any]) -> str | None:
     """That no step learned from a reward, why, and the next step; None where one may have."""
-    if not learned_nothing(steps):
+    if not learned_nothing(steps, rollouts):
         return None
     votes = rollouts.filter(pl.col("trained_step").is_not_null()).group_by("group_id")
     groups = votes.agg(pl.len().alias("votes"), pl.col("reward").n_unique().alias("rewards"))

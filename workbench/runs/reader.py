@@ -86,7 +86,7 @@ class Run:
         counts["groups"] = row["groups"]
         did = " · ".join(f"{many} {name[:-1] if many == 1 else name}" for name, many in counts.items())
         version = "" if row["weight_version"] is None else f" · weight version {row['weight_version']}"
-        learned = " · NOTHING LEARNED" if learned_nothing(self.steps) else ""
+        learned = " · NOTHING LEARNED" if learned_nothing(self.steps, self.rollouts) else ""
         return (
             f"{'Served run' if self.served else 'Run'} {row['run']} · {row['state']} · {did} · "
             f"{row['valid_rollouts']} of {row['rollouts']} rollouts valid{version}{learned}"

@@ -211,7 +211,7 @@ def summary_of(
         raise damaged
     steps, rollouts, campaign = run.steps, finished_rollouts(run), run.campaign.row(0, named=True)
     taken = rollouts.drop_nulls("taken_step")
-    rewards = steps.sort("step")["reward_mean"].drop_nulls().to_list()
+    rewards = steps.sort("step")["reward_mean"].to_list()
     calls = run.calls.join(rollouts, on="rollout_id", how="semi")
     rates = token_in_rates(calls)
     refused = run.refused
