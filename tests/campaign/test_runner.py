@@ -1,4 +1,7 @@
-"""The runner: whatever ends a run, the notebook says so truly, the exit code is right, and nothing is left running."""
+"""The runner: whatever ends a run, the notebook says so truly, the exit code is right, and nothing is left running.
+
+Long because each way in which a run can end is played through a runner in a process of its own, or over stored records.
+"""
 
 from __future__ import annotations
 

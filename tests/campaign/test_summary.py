@@ -1,4 +1,7 @@
-"""Summary and progress: numbers that are queries, lines that say what is known and no more."""
+"""Summary and progress: numbers that are queries, lines that say what is known and no more.
+
+Long because each line of a summary, and of the progress that comes before it, has a run of its own.
+"""
 
 from __future__ import annotations
 
