@@ -230,6 +230,8 @@ def test_the_commonest_of_some_rejections_is_told_with_how_common_it_is_and_one_
     most = said(("rollout_failed", "c d"), ("rollout_failed", "a b."), ("rollout_failed", "a b."))
     assert most.endswith("3 of them as rollout_failed, most often (2 times): a b")
     assert said(("rollout_failed", "c d"), ("rollout_failed", "a b.")).endswith("rollout_failed, for example: c d")
+    even = [("rollout_failed", "c d")] * 2 + [("rollout_failed", "a b.")] * 2
+    assert said(*even).endswith("4 of them as rollout_failed, for example: c d")
     tie = said(("unresolved_parent", None), ("ambiguous_terminal", None))
     assert tie.endswith("1 of them as ambiguous_terminal"), "the one that the table of causes has first"
 
