@@ -64,7 +64,7 @@ def rows_of(model, temperature=1.0):
 
 
 def reference(model, start, rows, advantage, settings):
-    """Loss, gradient and mean KL penalty in float64: full logits, token by token, the definitions and nothing of ours."""
+    """Loss, gradient and mean KL penalty in float64: full logits, token by token, the definitions, nothing of ours."""
     model, start = copy.deepcopy(model).double(), copy.deepcopy(start).double()
     temperature, reduction = settings.get("temperature", 1.0), settings.get("reduction", "token")
     terms: list[tuple[int, torch.Tensor]] = []
