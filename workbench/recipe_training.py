@@ -42,7 +42,8 @@ class Loss(Section):
     """What a rollout's sum is divided by with `reduction: constant`; null takes `model.max_model_len`."""
     tis_cap: Annotated[float, Field(gt=0.0)] | None = None
     """Truncated importance sampling: weigh each token with exp(trainer − sampler log-prob), at most this, and measure
-    the ratio against the trainer itself. null measures the ratio against the sampler, without a weight."""
+    the ratio against the trainer itself, where it is 1 and is never clipped. null measures the ratio against the
+    sampler, without a weight."""
     max_mult_prob_error: Annotated[float, Field(gt=1.0)] | None = None
     """Rollouts whose mean exp(|trainer − sampler log-prob|) is above this leave the loss; their reward stays in the
     group's baseline. null keeps all."""
@@ -56,7 +57,7 @@ class Kl(Section):
     0.27 in bfloat16) and runs it once more a step."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """k1 = −d, k2 = d²/2, k3 = exp(d) − 1 − d, where d is reference − policy log-prob of a sampled token. k1 is for
-    measuring: as a penalty its gradient averages to nothing."""
+    measuring, with any coefficient above 0: as a penalty its gradient averages to nothing."""
 
 
 class OffPolicy(Section):
@@ -65,7 +66,8 @@ class OffPolicy(Section):
     policy: Literal["allow", "mask_old", "reject"] = "allow"
     """Train them like the others; leave them out of the loss; or take the vote from every rollout that has any."""
     max_lag: Annotated[int, Field(ge=0)] | None = None
-    """Versions a token may lag before it counts as old; null takes `train.max_staleness`."""
+    """Versions a token may lag before it counts as old; null takes `train.max_staleness`, more than which a token lags
+    only with a sampler that lets groups lie about (`weight_fifo`)."""
 
 
 class Sampler(Section):
@@ -146,7 +148,8 @@ class Train(Section):
     """How long each part of a weight sync may take: publishing, loading, the proof; and until live calls have ended."""
     live_calls: Literal["finish", "straddle"] = "finish"
     """What a weight sync does with calls that run: wait until they finish; or pause them and let them go on with the
-    new weights, where each row says which of its tokens came from which. The second never waits for a long answer."""
+    new weights, where each row says which of its tokens came from which. The second never waits for a long answer; with
+    `max_staleness: 0` no call runs then anyway."""
 
 
 class Checkpoint(Section):

@@ -174,6 +174,10 @@ async def test_a_run_that_died_in_a_sync_goes_on_to_the_same_weights(go_on, whol
     assert resumed["steps_taken_again"] == list(range(checkpoint + 1, 4))
     assert resumed["groups_published_again"] == ["g00003"] and resumed["groups_sampled_again"] == []
     assert run.steps["step"].to_list() == run.steps["weight_version"].to_list() == [1, 2, 3, 4]
+    # The step whose line was missing has what is known of it again, its weight sync too.
+    assert run.steps["sync_s"].null_count() == 0
+    written = sorted(path.name for path in (run.path / "checkpoints").glob("step-*"))
+    assert written == ([] if every == 0 else ["step-3", "step-4"])
     np.testing.assert_allclose(run.steps["loss"], whole.steps["loss"], rtol=1e-6)
     assert run.steps["group_ids"].to_list() == whole.steps["group_ids"].to_list()
     trained = pl.concat([pl.read_parquet(path) for path in sorted((run.path / "train").glob("*.parquet"))])

@@ -449,6 +449,19 @@ def test_a_run_is_told_of_too_little_memory_and_starts(monkeypatch, capsys):
     assert doctor.memory_remark(load_recipe("cpu_smollm2", ["ray.device=gpu"])) == ""
 
 
+def test_a_setting_without_effect_is_said_by_show_check_and_run(monkeypatch, capsys):
+    given = ("cpu_smoke", "train.loss.constant_tokens=9")
+    why = "no effect: train.loss.reduction is token"
+    shown = printed(capsys, "recipe", "show", *given)
+    (line,) = [line for line in shown.splitlines() if line.strip().startswith("constant_tokens:")]
+    assert line.endswith(f"# command line; {why}")
+    assert f"train.loss.constant_tokens: {why}" in printed(capsys, "recipe", "check", *given).splitlines()
+    monkeypatch.setattr(doctor, "refuse_unable", lambda recipe: None)
+    monkeypatch.setattr("workbench.campaign.report.runner.run_recipe", lambda *_: 0)
+    assert ended("run", *given) == 0
+    assert f"workbench: train.loss.constant_tokens: {why}\n" in capsys.readouterr().err
+
+
 def test_the_shipped_recipes_are_listed_with_a_whole_sentence_in_80_columns(capsys):
     lines = printed(capsys, "recipe", "list").splitlines()
     assert max(map(len, lines)) <= 80

@@ -11,10 +11,13 @@ import openai
 import pytest
 
 from workbench.campaign.environments import ENVIRONMENTS, AgentResult, Environment, base, make_environment
+from workbench.campaign.environments.add_up import AddUp
 from workbench.campaign.environments.answer_form import read_answer
 from workbench.campaign.environments.guess_number import GuessNumber
+from workbench.campaign.environments.misbehave import Misbehaving
 from workbench.config import load_recipe
 from workbench.errors import RecipeError
+from workbench.recipe_schema import Misbehave
 
 
 class Endpoint:
@@ -191,10 +194,25 @@ def test_a_whole_number_is_taken_for_an_option_that_is_a_float_and_a_bool_is_not
             base.take_options("mine", {"turns": wrong}, turns=2)
 
 
-async def test_an_agent_that_has_said_nothing_yet_has_nothing_to_edit():
-    endpoint = Endpoint(["7"])
-    result = await play(made("environment.name=add_up", "environment.misbehave.edit=1.0"), endpoint)
-    assert len(endpoint.requests) == 1 and result.error is None
+async def test_an_agent_that_shows_none_of_its_answers_has_nothing_to_edit():
+    class Forgets(AddUp):
+        min_calls = 2
+
+        async def run(self, client, model, task, rng):
+            await super().run(client, model, task, rng)
+            return await super().run(client, model, task, rng)
+
+    endpoint = Endpoint(["7", "8"])
+    result = await play(Misbehaving(Forgets({}), Misbehave(edit=1.0), window_tokens=64), endpoint)
+    assert len(endpoint.requests) == 2
+    assert (result.error, result.misbehaved) == (None, None)
+
+
+def test_a_task_of_one_call_has_no_answer_to_rewrite():
+    with pytest.raises(
+        RecipeError, match=r"environment\.misbehave\.edit: expected 0, because add_up may make one call"
+    ):
+        made("environment.name=add_up", "environment.misbehave.edit=0.5")
 
 
 async def test_a_retry_sends_the_same_body_twice_and_goes_on_with_the_second_answer():

@@ -260,6 +260,7 @@ def test_what_cannot_be_resumed_is_said_in_one_line(run, tmp_path):
     [
         (f"rows/{LAST}.parquet", f"group {LAST} in .* cannot be read back"),  # waiting: it would be published again
         ("rows/g00002.parquet", "group g00002 in .* cannot be read back"),  # its step would be taken again
+        ("rows/g00000.parquet", "group g00000 in .* cannot be read back"),  # the first, without any checkpoint
         ("train/step-3.parquet", "step-3.parquet"),
     ],
 )

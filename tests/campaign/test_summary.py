@@ -29,8 +29,8 @@ from workbench.config import load_recipe
 from workbench.errors import RunStoreError, SetupError
 from workbench.finalizer import parts
 from workbench.finalizer.stored import read_group
-from workbench.inspect import Engagement, PoisonTable
-from workbench.inspect.rejected import nothing_trained
+from workbench.inspect import CaptureRate, Engagement, PoisonTable
+from workbench.inspect.rejected import nothing_trained, rejected_words
 from workbench.runs import schema
 from workbench.runs.shelf import overview
 from workbench.runs.writer import RunWriter
@@ -76,7 +76,29 @@ def test_calls_of_rollouts_that_were_still_played_are_counted_apart(tmp_path):
     stored.finish()
     summary = summarise(stored.run_dir, notebook=Path("n.ipynb"), outcome=Outcome("stopped"), seconds=3.0)
     assert (summary.calls, summary.unfinished_calls) == (finished, 2)
-    assert f"2 of 2 valid, {finished} calls and 2 of unfinished ones" in summary.text()
+    assert f"2 of 2 valid, {finished} calls, and 2 of unfinished rollouts, in no rate" in summary.text()
+
+
+def test_summary_page_and_list_of_runs_count_the_same_calls(tmp_path):
+    stored = StoredRun(tmp_path / "run")
+    stored.step(1, [["plain", "edit"]])
+    stored.play("run.9.0.0", 3, kind="edit")
+    stored.finish()
+    run = runs.open(stored.run_dir)
+    summary = summarise(stored.run_dir, notebook=Path("n.ipynb"), outcome=Outcome("stopped"), seconds=3.0)
+    marks = {each.what: each.found for each in Engagement(run).evidence}
+    assert (summary.calls, summary.unfinished_calls) == (5, 3) and marks["calls staged"] == "4 of 5"
+    rates = summary.token_in_rate, summary.token_in_rate_after_roots
+    assert marks["token_in_rate"] == f"{rates[0]:.4g}, after roots {rates[1]:.4g} (2 of 3)"
+    assert f"token_in_rate_after_roots {rates[1]:.4g} of the whole run" in repr(CaptureRate(run))
+    (row,) = overview([stored.run_dir]).iter_rows(named=True)
+    assert (row["token_in_rate"], row["token_in_rate_after_roots"]) == rates
+    html = Engagement(run).html()
+    assert "1 call not staged: unresolved_parent 1." in html
+    assert "Counted, here and in the summary: 5 calls of finalised rollouts. 3 more, of 1 rollout still played" in html
+    assert "2 calls left no tokens, 1 of them of a rollout that was not finalised; " in PoisonTable(run).html()
+    whole = runs.open(make_run(tmp_path / "whole"))
+    assert "Counted" not in Engagement(whole).html() and "not finalised" not in PoisonTable(whole).html()
 
 
 def test_rollouts_that_ended_early_are_counted_by_reason_wherever_rollouts_are(tmp_path, monkeypatch):
@@ -188,11 +210,28 @@ def test_a_run_in_which_every_rollout_was_rejected_trained_nothing_and_says_why(
     summary = summarise(stored.finish(), notebook=tmp_path / "run" / "n.ipynb", outcome=Outcome("done"), seconds=3.0)
     head, first, following, *_ = summary.text().splitlines()
     assert head == "Run run: done, but nothing was trained (3 s)"
-    said = "6 of 6 rollouts were rejected, 6 of them as unresolved_parent, most often: history_edited ("
+    said = "6 of 6 rollouts were rejected, 6 of them as unresolved_parent: history_edited ("
     assert first.startswith(f"  nothing was trained        {said}")
     assert following.strip() == f"Next: workbench inspect {tmp_path}/run run.0.0.0"
     assert "optimiser steps            1 taken on no row, weight version 1" in summary.text()
     assert "nothing was trained" not in summarise_one_valid(tmp_path / "other")
+
+
+def test_the_commonest_of_some_rejections_is_told_with_how_common_it_is_and_one_full_stop():
+    def row(number: int, cause: str, detail: str | None) -> dict[str, str | None]:
+        return {"rollout_id": f"r{number}", "cause": cause, "detail": detail}
+
+    def said(*rows: tuple[str, str | None]) -> str:
+        return rejected_words([row(number, *told) for number, told in enumerate(rows)], 9)[0]
+
+    assert said(("rollout_failed", "Next: more.")) == "1 of 9 rollouts was rejected, as rollout_failed: Next: more"
+    two = said(("rollout_failed", "a b."), ("rollout_failed", "a b."), ("empty_manifest", None))
+    assert two == "3 of 9 rollouts were rejected, 2 of them as rollout_failed: a b"
+    most = said(("rollout_failed", "c d"), ("rollout_failed", "a b."), ("rollout_failed", "a b."))
+    assert most.endswith("3 of them as rollout_failed, most often (2 times): a b")
+    assert said(("rollout_failed", "c d"), ("rollout_failed", "a b.")).endswith("rollout_failed, for example: c d")
+    tie = said(("unresolved_parent", None), ("ambiguous_terminal", None))
+    assert tie.endswith("1 of them as ambiguous_terminal"), "the one that the table of causes has first"
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the stored step's own mean over no token

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, ClassVar
 
 import pytest
@@ -303,3 +304,42 @@ def test_a_tokenizer_without_control_tokens_encodes_text_as_it_stands() -> None:
             return words(text, **options)
 
     assert TurnBoundary(Bare(), []).encode("hello") == words("hello", add_special_tokens=False)["input_ids"]
+
+
+async def test_a_renderer_that_parses_arguments_in_place_changes_nothing_of_what_is_marked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's does, and the template would then be asked about a turn in another form than the agent's."""
+    real, seen = ScriptedRenderer.render_messages_async, []
+
+    async def render(self: ScriptedRenderer, messages: Any, params: Any) -> Any:
+        for call in (call for message in messages for call in message.get("tool_calls") or ()):
+            seen.append(type(call["function"]["arguments"]))
+            call["function"]["arguments"] = {"query": "Rome"}
+        return await real(self, messages, params)
+
+    monkeypatch.setattr(ScriptedRenderer, "render_messages_async", render)
+    turn = {"role": "assistant", "content": None, "tool_calls": [copy.deepcopy(CALL)]}
+    messages = [USER, turn, {"role": "tool", "tool_call_id": "c1", "content": "rain"}]
+    await Chat("qwen").child([5, 6, 7], messages)
+    assert len(seen) > 1 and set(seen) == {str}
+
+
+def test_of_several_ends_of_a_tool_call_turn_the_first_in_the_text_counts() -> None:
+    chat = Chat("glm")
+    boundary = TurnBoundary(chat.tokenizer, chat.stops)
+    closing = "}</tool_call><|observation|>\n<|endoftext|>"
+    cut = chat.encode("word")[-1]
+    assert boundary.tail_after_call(closing, closing, cut) == Tail("<|observation|>\n<|endoftext|>")
+
+
+def test_a_tokenizer_that_does_not_keep_a_control_token_apart_loses_nothing_of_the_text() -> None:
+    words = Chat("chatml").tokenizer
+
+    class Merging:
+        added_tokens_decoder: ClassVar[dict[int, Any]] = {words.eos_token_id: words.eos_token}
+
+        def __call__(self, text: str, **options: Any) -> Any:
+            return words(text.replace(words.eos_token, ""), **options)
+
+    assert TurnBoundary(Merging(), []).encode("hello") == words("hello", add_special_tokens=False)["input_ids"]

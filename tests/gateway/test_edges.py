@@ -41,7 +41,7 @@ from workbench.gateway.histories import _same
 from workbench.gateway.patience import patient
 from workbench.gateway.process import GatewayProcess
 from workbench.gateway.refusals import Refused, refusal_of
-from workbench.gateway.replay import Answer, ReplayLog
+from workbench.gateway.replay import Answer, ReplayLog, ReplayLogs
 from workbench.gateway.settings import CONTROL_TOKEN
 from workbench.gateway.sse import encode, split
 from workbench.gateway.upstream import Acknowledgement
@@ -267,7 +267,41 @@ async def test_a_lost_call_that_is_served_while_others_are_buried_is_no_fault(tm
 
         gateway.custodian.store.record_failure = and_deliver  # type: ignore[method-assign]
         await gateway.retries.bury("r")
-        assert not gateway.retries._log("r").unsettled
+        assert not gateway.retries._logs.of("r").unsettled
+
+
+async def test_a_call_that_is_settled_while_others_are_looked_at_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own task settles a call on the event loop, whoever goes through the calls in a thread just then."""
+    async with gateway_over("http://127.0.0.1:1", tmp_path) as (_, gateway):
+        log = gateway.retries._logs.of("r")
+        for call_id in ("a", "b", "c"):
+            log.claim(call_id, "another gateway", None, call_id, False, lambda known: True)
+
+        def alive(gateway_id: str) -> bool:
+            log.settled("c")
+            return True
+
+        monkeypatch.setattr(gateway.retries._presence, "alive", alive)
+        await gateway.retries.bury("r")
+        assert list(log.unsettled) == ["a", "b"]
+
+
+def test_a_sweep_pushes_no_log_out_that_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.gateway.replay.OPEN_LOGS", 1)
+    logs = ReplayLogs(tmp_path)
+    kept = logs.of("at.work")
+    logs.fresh("old").forget()
+    assert list(logs._recent.values()) == [kept]
+
+
+def test_a_rollout_has_one_log_for_as_long_as_anybody_holds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workbench.gateway.replay.OPEN_LOGS", 1)
+    logs = ReplayLogs(tmp_path)
+    held = logs.of("held")
+    assert [logs.of(name).rollout_id for name in ("b", "c")] == ["b", "c"]
+    assert logs.of("held") is held and list(logs._recent) == ["held"]
 
 
 @pytest.mark.parametrize("end", [b"\n\n", b"\r\n\r\n"])

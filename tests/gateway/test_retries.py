@@ -20,6 +20,7 @@ from gate import ACKNOWLEDGEMENT, COMPLETION, FRAMES, Gate
 from conftest import CONTROL, Stack, gateway_over, listening, until
 from workbench.gateway.app import Gateway
 from workbench.gateway.client import ControlClient
+from workbench.gateway.replay import Answer, ReplayLog
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -327,8 +328,7 @@ async def test_another_gateway_waits_for_the_call_and_replays_it(gated: Gated) -
         await until(lambda: gated.gate.reached[COMPLETION] > reached, "the call is under way")
         other = asyncio.create_task(http.post(f"{url}/ng-rollout/elsewhere/v1/chat/completions", json=ASK, headers=key))
         # From here on it holds the log, and has decided by the time that the first one can write there.
-        await until(lambda: "elsewhere" in second.retries._logs, "the other gateway looks at it")
-        await until(lambda: second.retries._log("elsewhere").unsettled, "it knows of the call")
+        await until(lambda: second.retries._logs.of("elsewhere").unsettled, "the other gateway knows of the call")
         gated.gate.release()
         assert (await one).content == (await other).content
     assert gated.rows("elsewhere") == 1
@@ -376,13 +376,36 @@ async def test_a_call_that_has_no_row_yet_at_another_gateway_has_no_answer_here(
 
 
 async def test_of_very_many_rollouts_the_logs_are_read_again(gated: Gated, monkeypatch: pytest.MonkeyPatch) -> None:
-    logs = gated.gateway.retries._logs
+    logs = gated.gateway.retries._logs._recent
     logs.clear()
-    monkeypatch.setattr("workbench.gateway.retries.OPEN_LOGS", 1)
+    monkeypatch.setattr("workbench.gateway.replay.OPEN_LOGS", 1)
     names = [f"many.{number}" for number in range(4)]
     first = [(await gated.post(name, {"idempotency-key": "k"})).content for name in names]
     assert [(await gated.post(name, {"idempotency-key": "k"})).content for name in names] == first
     assert len(logs) == 1
+
+
+async def test_an_answer_of_a_dead_gateway_gets_its_row_however_many_other_rollouts_come_meanwhile(
+    gated: Gated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rollout takes the place of this one's log just before the row is looked for."""
+    retries, ledger, key = gated.gateway.retries, gated.gateway.custodian.store.directory, {"idempotency-key": "k"}
+    raw = (await gated.post("other", key)).content
+    begun = orjson.loads((ledger / "other.replay.jsonl").read_bytes().splitlines()[0])
+    dead = ReplayLog(ledger / "crowded.replay.jsonl")
+    dead.claim("c0", "a gateway that is gone", "k", begun["body"], False, lambda known: False)
+    dead.answered("c0", Answer("application/json", True, None, 0.0), raw)
+    bytes_of = ReplayLog.bytes_of
+
+    def crowded(log: ReplayLog, answer: Answer) -> bytes | None:
+        retries._logs.of("other")
+        return bytes_of(log, answer)
+
+    monkeypatch.setattr("workbench.gateway.replay.OPEN_LOGS", 1)
+    monkeypatch.setattr(ReplayLog, "bytes_of", crowded)
+    assert (await gated.post("crowded", key)).content == raw
+    manifest = gated.gateway.custodian.store.manifest("crowded")
+    assert [row.model_call_id for row in (*manifest.records, *manifest.failures)] == ["c0"]
 
 
 async def test_who_joins_a_call_that_cannot_be_begun_is_told_so_too(
@@ -398,7 +421,7 @@ async def test_who_joins_a_call_that_cannot_be_begun_is_told_so_too(
 
     def is_alive(known: Any, *_: Any) -> bool:
         alive.set()
-        return known.call_id in gated.gateway.retries._running
+        return known.call_id in gated.gateway.retries._own
 
     monkeypatch.setattr(gated.gateway.custodian, "admit", full)
     monkeypatch.setattr("workbench.gateway.retries.Recording.ended", full)

@@ -42,6 +42,11 @@ def test_what_is_no_code_stays_as_it_is(detail):
     assert in_words(detail) == detail and in_words(None) == ""
 
 
+def test_a_stack_trace_above_that_is_nowhere_near_is_left_out():
+    engine = "Error code: 500 - EngineCore encountered an issue."
+    assert in_words(f"{engine} See stack trace (above) for the root cause.") == engine
+
+
 def test_every_view_of_a_rejected_rollout_has_the_words():
     run = runs.open(recorded_run())
     rejected = pl.col("cause").is_not_null()

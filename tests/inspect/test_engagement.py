@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,9 @@ import yaml
 
 from workbench import runs
 from workbench.demo import recorded_run
-from workbench.inspect import Engagement
+from workbench.inspect import CaptureRate, Engagement
+from workbench.inspect.engagement import NONE_VERIFIED, Evidence
+from workbench.runs.writer import RunWriter
 
 
 @pytest.fixture
@@ -30,6 +33,11 @@ def rewrite(path: Path, **changed) -> None:
     frame.with_columns(**{name: pl.lit(value, frame.schema[name]) for name, value in changed.items()}).write_parquet(
         path
     )
+
+
+def rewrite_each(folder: Path, **changed) -> None:
+    for part in folder.glob("*.parquet"):
+        rewrite(part, **changed)
 
 
 def test_a_captured_run_is_engaged_and_its_first_chain_is_echoed():
@@ -50,7 +58,7 @@ def test_what_holds_for_some_calls_is_partly_and_yes_is_said_of_all_alone(run_di
     run = runs.open(run_dir)
     parts = {
         name: getattr(run, name)
-        for name in ("campaign", "events", "recipe", "rollouts", "steps", "tokens", "vocabulary")
+        for name in ("campaign", "events", "path", "recipe", "rollouts", "status", "steps", "tokens", "vocabulary")
     }
     whole = Engagement(SimpleNamespace(**parts, calls=run.calls.filter(disposition="staged")))
     assert {each.mark for each in whole.evidence} == {"yes"} and "not staged" not in whole.html()
@@ -62,7 +70,57 @@ def test_a_setting_is_no_evidence(tmp_path):
     run_dir.mkdir()
     (run_dir / "recipe.yaml").write_text(yaml.safe_dump({"token_capture": {"enabled": True}}))
     (run_dir / "status.json").write_text('{"status": "running"}')
-    assert verdict(run_dir).startswith("Capture is not shown to be on yet: start-up probe, calls staged")
+    rows = "start-up probe, calls staged, writes seen in TransferQueue, token_in_rate, manifests are not empty, first "
+    with RunWriter(run_dir):
+        assert verdict(run_dir).startswith(f"Capture is not shown to be on yet: {rows}")
+    assert verdict(run_dir).startswith(f"Capture cannot be shown to be on: {rows}"), "nothing comes any more"
+
+
+def test_of_calls_that_all_begin_a_conversation_a_rate_has_nothing_to_measure(run_dir):
+    rewrite_each(run_dir / "calls", mode="text", disposition="staged", staging="fetched")
+    view = Engagement(runs.open(run_dir))
+    rate = {each.what: each for each in view.evidence}["token_in_rate"]
+    said = (
+        f"each of the {runs.open(run_dir).calls.height} calls begins a conversation, none could continue an earlier one"
+    )
+    assert (rate.mark, rate.found) == ("nothing to measure", said) and view.engaged
+    assert view.sentence().startswith("Capture is on: calls staged ") and f"; token_in_rate: {said}" in view.sentence()
+    assert "token_in_rate_after_roots has nothing to measure" in repr(CaptureRate(runs.open(run_dir)))
+
+
+MARKS = {
+    "yes": (True, True, True),
+    "partly": (True, False, True),
+    "NO": (False, True, True),
+    "not shown": (None, True, True),
+    "nothing to measure": (None, True, False),
+}
+
+
+def test_the_headline_names_what_does_not_hold_under_the_mark_of_its_row_and_nothing_else():
+    view = Engagement(runs.open(recorded_run()))
+    names = [each.what for each in view.evidence]
+    clauses = {"NO": "NOT on: ", "not shown": "not shown: ", "partly": "not for everything: "}
+    for marks in itertools.product(MARKS, repeat=len(names)):
+        view.evidence = [
+            Evidence(name, "so", *MARKS[mark][:2], measurable=MARKS[mark][2])
+            for name, mark in zip(names, marks, strict=True)
+        ]
+        assert tuple(each.mark for each in view.evidence) == marks
+        said = view.sentence()
+        under = {mark: {name for name, its in zip(names, marks, strict=True) if its == mark} for mark in MARKS}
+        assert view.engaged == said.startswith("Capture is on") == (not under["NO"] and not under["not shown"])
+        if under["not shown"] and not under["NO"]:
+            assert said.startswith(unknown := "Capture cannot be shown to be on: ")
+            assert {name for name in names if name in said.removeprefix(unknown)} == under["not shown"]
+            continue
+        for mark, begins in clauses.items():
+            _, found, rest = said.partition(begins)
+            named = {name for name in names if name in rest.partition(";")[0]}
+            if found:
+                assert named == under[mark], said
+            elif mark != "partly" or view.engaged:
+                assert not under[mark], said
 
 
 def test_a_probe_that_captured_nothing_is_named(run_dir):
@@ -102,10 +160,7 @@ def test_a_first_row_of_other_tokens_is_named(run_dir):
 def test_where_no_rollout_was_verified_it_cannot_be_shown_and_is_not_denied(run_dir):
     for part in (run_dir / "rows").glob("*.parquet"):
         rewrite(part, cause="rollout_failed", sample_mask=0)
-    calls = runs.open(run_dir).calls
-    staged = int((calls["disposition"] == "staged").sum())
-    said = f"no rollout was verified; calls staged {staged:,} of {calls.height:,}"
-    assert verdict(run_dir) == f"Capture cannot be shown to be on: {said}"
+    assert verdict(run_dir) == f"Capture cannot be shown to be on: {NONE_VERIFIED}"
     for part in (run_dir / "calls").glob("*.parquet"):
         rewrite(part, disposition="failed", staging=None)
     assert verdict(run_dir).startswith("Capture is NOT on: calls staged")

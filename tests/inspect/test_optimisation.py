@@ -118,6 +118,24 @@ def test_a_signal_that_no_step_has_is_greyed_with_its_reason_and_no_zero():
     assert "ratio p99" not in repr(capped) and any("by definition" in words for words in capped.notes())
 
 
+def test_a_reason_that_many_signals_share_is_said_once():
+    columns = [name for name in view().steps.columns if name not in ("step", "loss", "grad_norm")]
+    nothing = {name: [None] * 3 for name in columns} | {"grad_norm": [0.0] * 3, "loss_tokens": [0] * 3}
+    html = view(**nothing).html()
+    assert html.count("no step had a token in the loss") == 1
+    assert "clipped, ratio p01, median, p99, entropy (nat), mean <span" in html
+    assert "no gradient" in repr(view(**nothing)) and "0.000" not in repr(view(**nothing))
+
+
+def test_where_nothing_is_known_of_the_bounds_none_is_said_to_be_kept():
+    assert "No step reached a bound" not in view(**{name: [None] * 3 for name in view().steps.columns[1:]}).html()
+
+
+def test_one_step_has_no_first_and_no_last_entropy():
+    assert repr(view(approx_entropy=[None, 2.0, None])).endswith("entropy 2.00 nat")
+    assert repr(view(approx_entropy=[1.5, 2.0, None])).endswith("entropy 1.50 nat (step 1), 2.00 (step 2)")
+
+
 def test_a_column_of_divergences_has_one_format_that_shows_every_one_of_them():
     small = view(gen_kl_error=[4e-5, 0.0, 0.012])
     assert ">4.0e-05<" in small.html() and ">1.2e-02<" in small.html() and ">0<" in small.html()
@@ -137,17 +155,18 @@ def test_what_needs_a_word_has_one_under_the_table_and_what_is_not_shown_has_non
 
 
 def test_runs_without_steps_say_why(tmp_path):
-    StoredRun(tmp_path / "empty").writer.close()
+    stored = StoredRun(tmp_path / "empty")  # whose writer is at work as long as it is held
     ledger = SimpleNamespace(calls=pl.DataFrame(), rollouts=pl.DataFrame())
     served = SimpleNamespace(steps=pl.DataFrame(schema={"step": pl.Int64}), served=True)
     for source, words in (
-        (runs.open(tmp_path / "empty"), "no optimiser step yet"),
+        (runs.open(stored.run_dir), "no optimiser step yet"),
         (ledger, "a ledger has no optimiser steps"),
         (served, "a served run trains nothing"),
     ):
         assert words in repr(Optimisation(source)) and Optimisation(source).snapshot().png
     with pytest.raises(RunStoreError, match=r"Optimisation expected a run, got str; open a run: .*open_any\('first'\)"):
         Optimisation("first")
+    stored.writer.close()
 
 
 def test_many_steps_are_bounded_and_every_word_can_be_read(tmp_path):

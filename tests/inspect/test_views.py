@@ -23,6 +23,8 @@ from stored_run import StoredRun, make_run, rewrite_json_line
 
 from workbench import runs
 from workbench.campaign.report.html_export import export_html
+from workbench.campaign.report.notebook_file import Outcome
+from workbench.campaign.report.summary import summarise
 from workbench.demo import recorded_run
 from workbench.errors import RunStoreError
 from workbench.inspect import (
@@ -341,10 +343,64 @@ def test_tokens_of_an_earlier_version_are_not_said_to_differ_by_steps_that_chang
         return LogprobDelta(SimpleNamespace(logprobs=lambda: tokens, steps=now, recipe={"train": train})).html()
 
     same, other = "no step in between changed a weight", "can differ by the optimiser steps in between as well"
-    assert same in said(0.0, [0.0] * 4) and other not in said(0.0, [0.0] * 4)
+    still = said(0.0, [0.0] * 4)
+    assert same in still and other not in still
+    assert "(all at equal weights)" in still and "All tokens are at equal weights" in still
     for weight_decay, norms in ((0.5, [0.0] * 4), (None, [0.0] * 4), (0.0, [0.3, 0.0, 0.0, 0.0])):
         assert other in said(weight_decay, norms) and same not in said(weight_decay, norms)
     assert other in LogprobDelta(tokens).html()
+
+
+def test_equal_weights_are_the_same_tokens_in_the_view_and_in_the_summary(tmp_path):
+    """Two steps without a gradient, then two that move the weights: of tokens a version old those of step 2 alone."""
+    stored = StoredRun(tmp_path / "run")
+    recipe = stored.run_dir / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("train: {", "train: {weight_decay: 0.0, "))
+    made = [stored.group(step, step - 1, ["plain", "plain"]) for step in (1, 2)]
+    for step, group in enumerate(made, start=1):
+        stored.take(step, [group])
+    for step in (3, 4):
+        stored.take(step, [stored.group(step, step - 1, ["plain", "plain"])])
+    run_dir = stored.finish()
+    for line, norm in enumerate((0.0, 0.0, 0.4, 0.4)):
+        rewrite_json_line(run_dir / "steps.jsonl", line, {"grad_norm": norm})
+    tokens = runs.open(run_dir).logprobs().drop_nulls("delta")
+    spans = tokens.select("weight_version", "step").unique(maintain_order=True).rows()
+    assert spans == [(0, 1), (0, 2), (2, 3), (3, 4)]
+    view = LogprobDelta(runs.open(run_dir))
+    summary = summarise(run_dir, notebook=Path("n.ipynb"), outcome=Outcome("done"), seconds=3.0)
+    assert view.equal.height == summary.on_policy_tokens == tokens.height
+    rewrite_json_line(run_dir / "steps.jsonl", 0, {"grad_norm": 0.4})
+    view = LogprobDelta(runs.open(run_dir))
+    summary = summarise(run_dir, notebook=Path("n.ipynb"), outcome=Outcome("done"), seconds=3.0)
+    assert view.equal.height == summary.on_policy_tokens == tokens.filter(pl.col("step") != 2).height
+    assert summary.mean_abs_logprob_delta_on_policy == pytest.approx(view.equal["delta"].abs().mean())
+
+
+def test_tokens_of_a_step_without_a_line_are_said_to_be_in_no_view_by_step(tmp_path):
+    run_dir = make_run(tmp_path / "cut")
+    assert "no line" not in LogprobDelta(runs.open(run_dir)).html()
+    lines = (run_dir / "steps.jsonl").read_bytes().splitlines(keepends=True)
+    (run_dir / "steps.jsonl").write_bytes(lines[0])
+    run = runs.open(run_dir)
+    count = run.logprobs().filter(step=2).height
+    assert f"Of all tokens {count} are of step 2, of which steps.jsonl has no line" in LogprobDelta(run).html()
+
+
+def test_a_step_without_a_valid_reward_is_not_called_the_last_that_has_one(run):
+    def said(*rewards: tuple[int, float]) -> str:
+        base = {"sample_mask": 1, "group_id": "g", "index": 0, "trained_step": 1}
+        rows = [base | {"taken_step": step, "reward": reward} for step, reward in rewards]
+        steps = pl.DataFrame({"step": [1, 2, 3], "reward_mean": [dict(rewards).get(step) for step in (1, 2, 3)]})
+        return repr(RewardCurve(SimpleNamespace(rollouts=pl.DataFrame(rows), steps=steps)))
+
+    assert said((1, 0.5), (2, 0.25)) == (
+        "Reward over 2 of 3 steps · mean 0.500 at the first, 0.250 in step 2 · no valid reward in step 3 · "
+        "2 valid rollouts"
+    )
+    assert "mean 0.500 in step 2, 0.250 at the last · no valid reward in step 1" in said((2, 0.5), (3, 0.25))
+    assert "over 1 of 3 steps · mean 0.500 in step 2 · no valid reward in steps 1, 3" in said((2, 0.5))
+    assert "over 3 steps · mean 0.500 at the first, 0.125 at the last · 3" in said((1, 0.5), (2, 0.25), (3, 0.125))
 
 
 def test_the_bars_of_a_mean_are_not_parted_in_a_narrow_tables_head(run):
@@ -501,8 +557,8 @@ def test_a_shifted_run_says_so(run):
 
 
 def test_an_empty_run_has_pictures_that_say_why_they_are_empty(tmp_path):
-    StoredRun(tmp_path / "empty").writer.close()
-    run = runs.open(tmp_path / "empty")
+    stored = StoredRun(tmp_path / "empty")  # whose writer is at work as long as it is held
+    run = runs.open(stored.run_dir)
     for view, words in (
         (CaptureRate(run), "no step yet"),
         (RewardCurve(run), "no valid rollout yet"),
@@ -514,6 +570,15 @@ def test_an_empty_run_has_pictures_that_say_why_they_are_empty(tmp_path):
     for view in (PrefixChain, TokenStrip):
         shown = look(view, run, None)
         assert not shown and "has no calls yet" in repr(shown) and shown.snapshot().png is None
+    stored.writer.close()
+
+
+def test_nothing_may_still_come_of_a_run_whose_process_is_gone(tmp_path):
+    StoredRun(tmp_path / "killed").writer.close()
+    run = runs.open(tmp_path / "killed")
+    assert run.status["status"] == "running", "its last word"
+    for view in (CaptureRate, RewardCurve, PoisonTable, LogprobDelta, Optimisation, Engagement):
+        assert " yet" not in view(run).snapshot().text + view(run).html()
 
 
 def test_a_run_that_trained_nothing_shows_its_rollouts_and_rewards(tmp_path):

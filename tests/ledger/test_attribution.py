@@ -96,3 +96,19 @@ def test_the_same_words_in_the_same_tokens_are_one_answer(tmp_path: Path) -> Non
     tries = [commit(store, R, f"c{n}", [user("q")], [model("A")], sequence="one") for n in (1, 0)]
     found = attribute_terminal(tries, {"output": [model("A")]}, None)
     assert (found.terminal, found.method) == ("c0", "content")
+
+
+def test_a_call_fingerprinted_another_way_is_no_witness(records: list[CallRecord]) -> None:
+    """Of equal fingerprints of another version nobody knows that they are of equal words."""
+    older = [record.model_copy(update={"fingerprint_version": 1}) for record in records]
+    assert attribute_terminal(records, {"output": [model("C")]}).terminal == "c2"
+    said = attribute_terminal(older, {"output": [model("C")]})
+    assert (said.terminal, said.reason) == (None, "response_has_no_id,no_content_match")
+
+
+def test_the_last_run_of_a_response_is_one_answer_and_not_a_whole_conversation(records: list[CallRecord]) -> None:
+    """c1's conversation is A, then what it answered; a run of just these items is no single answer of any call."""
+    run = [model("A"), CALL, model("B")]
+    assert attribute_terminal(records, {"output": run}).terminal == "c1", "as a whole it is c1's conversation"
+    said = attribute_terminal(records, {"output": [model("X"), RESULT, *run]})
+    assert (said.terminal, said.reason) == (None, "response_has_no_id,no_content_match")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from workbench.errors import TrainerError
 from workbench.train import advantages
-from workbench.train.estimators import ESTIMATORS
+from workbench.train.estimators import ESTIMATORS, estimator
 
 CHOICES = [(name, {}) for name in ESTIMATORS] + [
     *(
@@ -167,3 +169,19 @@ def test_a_better_rollout_has_no_smaller_advantage_and_what_is_compared_sums_to_
 def test_mistakes_are_named(name, rewards, valid, options, says):
     with pytest.raises(TrainerError, match=says):
         advantages(name, rewards, ["g", "g"], valid, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("grpo", {"normalize_std": "false"}, "grpo: normalize_std is true or false, got 'false'"),
+        ("gdpo", {"normalize_batch": 0}, "gdpo: normalize_batch is true or false, got 0"),
+        ("gdpo", {"weights": {}}, "one of them not 0, got {}"),
+        ("gdpo", {"weights": {"form": 0.0}}, "one of them not 0, got {'form': 0.0}"),
+        ("gdpo", {"weights": {"form": True}}, "weights are finite numbers"),
+        ("gdpo", {"weights": 2.0}, "weights are finite numbers"),
+    ],
+)
+def test_an_option_that_would_silently_mean_something_else_is_refused(name, options, says):
+    with pytest.raises(TrainerError, match=re.escape(says)):
+        estimator(name, **options)

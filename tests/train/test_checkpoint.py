@@ -7,6 +7,7 @@ import json
 import shutil
 from itertools import groupby
 
+import numpy as np
 import polars as pl
 import pytest
 import torch
@@ -16,7 +17,7 @@ from train.samples import MemoryRows, row, store_group
 
 from workbench.errors import RunStoreError, TrainerError
 from workbench.train import Trainer, checkpoint, publish
-from workbench.train.restore import newest_checkpoint
+from workbench.train.restore import check_same_weights, newest_checkpoint, stored_step
 
 
 def batch(step):
@@ -242,3 +243,12 @@ def test_a_checkpoint_of_another_model_changes_nothing(trainer, tmp_path):
     with pytest.raises(TrainerError, match="is of another model: 2 of"):
         fresh.restore(upto=1)
     assert_same(state_of(fresh), before)
+
+
+def test_a_step_taken_again_whose_log_probs_are_no_numbers_is_an_error(trainer):
+    stopped = trainer()
+    take(stopped, 1)
+    stored = stored_step(stopped.run_dir, 1)
+    nothing = [np.full_like(values, np.nan) for values in stored.trainer_logprobs]
+    with pytest.raises(TrainerError, match="scores its rows nan nat off its own record"):
+        check_same_weights(stored, nothing)

@@ -64,10 +64,11 @@ def rows_of(model, temperature=1.0):
 
 
 def reference(model, start, rows, advantage, settings):
-    """Loss and parameter gradients in float64: full logits, token by token, the definitions and nothing of ours."""
+    """Loss, gradient and mean KL penalty in float64: full logits, token by token, the definitions, nothing of ours."""
     model, start = copy.deepcopy(model).double(), copy.deepcopy(start).double()
     temperature, reduction = settings.get("temperature", 1.0), settings.get("reduction", "token")
     terms: list[tuple[int, torch.Tensor]] = []
+    penalties: list[float] = []
     for place, row in enumerate(rows):
         if not row.sample_mask:
             continue
@@ -91,8 +92,9 @@ def reference(model, start, rows, advantage, settings):
             term = -weight * torch.minimum(ratio * A, ratio.clamp(1 - LOW, 1 + HIGH) * A)
             if coefficient := settings.get("kl_coef", 0.0):
                 d = logr[t - 1, ids[0, t]] - p
-                kinds = {"k1": -d, "k2": d**2 / 2, "k3": d.exp() - 1 - d}
-                term = term + coefficient * kinds[settings.get("kl_estimator", "k3")]
+                penalty = {"k1": -d, "k2": d**2 / 2, "k3": d.exp() - 1 - d}[settings.get("kl_estimator", "k3")]
+                penalties.append(penalty.item())
+                term = term + coefficient * penalty
             terms.append((place, term))
     places = [place for place, _ in terms]
     share = {
@@ -102,7 +104,8 @@ def reference(model, start, rows, advantage, settings):
     }[reduction]
     loss = torch.stack([term / share(place) for place, term in terms]).sum()
     loss.backward()
-    return loss.item(), torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return loss.item(), gradient, float(np.mean(penalties)) if penalties else None
 
 
 @pytest.mark.parametrize(
@@ -140,11 +143,12 @@ def test_loss_and_gradient_equal_a_float64_reference(small_model, tmp_path, sett
     ballot = cast_votes(
         rows, version=1, advantage=learner.config.advantage, off_policy=learner.config.off_policy, max_lag=0
     )
-    expected_loss, expected = reference(learner.model, start, rows, ballot.advantages, settings)
+    expected_loss, expected, penalty = reference(learner.model, start, rows, ballot.advantages, settings)
     _, passed = learner.backward(rows, ballot)
     got = torch.cat([weight.grad.flatten() for weight in learner.model.parameters()]).double()
     assert passed["loss"] == pytest.approx(expected_loss, rel=2e-5, abs=2e-6)
     assert (got - expected).norm() < 2e-5 * expected.norm()
+    assert passed["kl_penalty"] == (penalty if penalty is None else pytest.approx(penalty, rel=2e-5, abs=2e-6))
     if "max_mult_prob_error" in settings:
         left = ballot.left_out.count("mult_prob_error")
         assert 0 < left < 7, "the limit must take some rows and leave some"

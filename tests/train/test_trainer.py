@@ -293,3 +293,28 @@ def test_the_actor_trains_rows_that_the_finalizer_published(tq, ray_cluster, tin
             ray_cluster.get(actor.train_step.remote(2, keys), timeout=60)
     finally:
         ray_cluster.kill(actor)
+
+
+def test_step_n_is_taken_with_the_weights_of_version_n_minus_1(trainer):
+    """So tokens of version 1 are not old in step 2, and those of version 0 are."""
+    rows = [
+        replace(item, meta={"weight_version_spans": [["c", 0, len(item.token_ids), place % 2]]})
+        for place, item in enumerate(eight_rows())
+    ]
+    metrics, part = trainer(off_policy="mask_old", max_lag=0).step_on(2, rows)
+    assert part["left_out"] == [
+        "off_policy" if i % 2 == 0 else ("placeholder" if i % 4 == 1 else None) for i in range(8)
+    ]
+    assert metrics["token_lag_max"] == 1
+
+
+def test_what_left_the_loss_before_a_pass_keeps_its_reason_whatever_the_pass_says_of_it(trainer):
+    rows = [
+        replace(item, meta={"weight_version_spans": [["c", 0, len(item.token_ids), i // 4]]})
+        for i, item in enumerate(eight_rows())
+    ]
+    _, part = trainer(off_policy="reject", max_lag=0, max_mult_prob_error=1.0001).step_on(2, rows)
+    assert part["left_out"] == [
+        *("placeholder" if i == 1 else "off_policy" for i in range(4)),
+        *("placeholder" if i == 1 else "mult_prob_error" for i in range(4)),
+    ]

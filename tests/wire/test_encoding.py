@@ -339,3 +339,21 @@ def test_a_length_that_is_no_unsigned_int_has_no_digest(field: str, value: Any) 
 def test_a_field_of_another_kind_has_no_digest(field: str, value: Any, says: str) -> None:
     with pytest.raises(WireError, match=says):
         staged_call_digest(**digest_fields() | {field: value})
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"parent_call_id": ""}, "ids must not be empty"),
+        (
+            {"delta_len": 0, "cum_len": 1}
+            | {name: [] for name in ("token_ids_delta", "token_mask_delta", "generation_log_probs_delta")},
+            "a staged delta must hold at least one token",
+        ),
+        # Rounded to float32 first it would be 0, and the digest one over another log-prob than the one that came.
+        ({"token_mask_delta": [0.0], "generation_log_probs_delta": [-1e-50]}, "must have log-prob 0, got -1e-50"),
+    ],
+)
+def test_a_call_that_contradicts_itself_has_no_digest(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(WireError, match=says):
+        staged_call_digest(**digest_fields() | changes)

@@ -12,18 +12,21 @@ Not here: who waits for a running call, what a lost call means for custody (retr
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 from workbench.errors import LedgerCorrupt
 from workbench.gateway.answers import SUFFIX, AnswerFile, Place
 from workbench.gateway.refusals import Refused
 from workbench.ledger.journal import Journal
+from workbench.wire import check_rollout_id
 
 LOG_SUFFIX = ".replay.jsonl"
+OPEN_LOGS = 1024
 
 
 @dataclass
@@ -58,11 +61,12 @@ class ReplayLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.rollout_id = path.name.removesuffix(LOG_SUFFIX)
         self.lock = threading.RLock()
         self.unsettled: dict[str, Known] = {}
         """Calls for which this process has not seen yet that they have their ledger row."""
         self._journal = Journal(path, self._take, self._clear)
-        self._answers = AnswerFile(path.parent / (path.name.removesuffix(LOG_SUFFIX) + SUFFIX))
+        self._answers = AnswerFile(path.with_name(self.rollout_id + SUFFIX))
         self._clear()
 
     def claim(
@@ -207,3 +211,30 @@ class ReplayLog:
         self._by_body: defaultdict[str, list[Known]] = defaultdict(list)
         self._failed: Counter[str] = Counter()
         self.unsettled.clear()
+
+
+class ReplayLogs:
+    """The logs of a ledger directory. Thread-safe. A rollout has one `ReplayLog` here for as long as anybody holds it:
+    what one request learned of a call, the next one knows. The last `OPEN_LOGS` are held here, and need not be read
+    again."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._held: WeakValueDictionary[str, ReplayLog] = WeakValueDictionary()
+        self._recent: OrderedDict[str, ReplayLog] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, rollout_id: str) -> ReplayLog:
+        with self._lock:
+            log = self._held.get(rollout_id)
+            if log is None:
+                log = self._held[rollout_id] = self.fresh(rollout_id)
+            self._recent[rollout_id] = log
+            self._recent.move_to_end(rollout_id)
+            if len(self._recent) > OPEN_LOGS:
+                self._recent.popitem(last=False)
+            return log
+
+    def fresh(self, rollout_id: str) -> ReplayLog:
+        """A log of one's own, for work on many rollouts, which is not to push out those that are asked for."""
+        return ReplayLog(self._directory / f"{check_rollout_id(rollout_id)}{LOG_SUFFIX}")

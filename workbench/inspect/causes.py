@@ -8,6 +8,7 @@ from workbench.wire import Cause
 from workbench.wire.causes import REASONS
 
 _CAUSES = {cause.value: cause for cause in Cause}
+_NOWHERE = re.compile(r" See stack trace \(above\)[^.]*\.")
 _CODE = re.compile(r"[a-z_]+(?=$|[=\[])")
 
 
@@ -32,9 +33,10 @@ def in_words(detail: str | None, cause: str | None = None) -> str:
 
     Codes are causes and what the witnesses said; several are joined by commas, and may bring something of their own
     along: `no_content_match,witness_disagreement[response_id=…;content=…]`; after `; ` a sentence may follow. A `cause`
-    that is said beside it is left out.
+    that is said beside it is left out, and so is what vLLM says of a stack trace above, which is nowhere near.
     """
-    codes, more, sentence = (detail or "").partition("; ")
+    detail = _NOWHERE.sub("", detail or "")
+    codes, more, sentence = detail.partition("; ")
     parts = []
     for part in codes.split(","):
         if part == cause:
@@ -42,6 +44,6 @@ def in_words(detail: str | None, cause: str | None = None) -> str:
         code = _CODE.match(part)
         words = None if code is None else REASONS.get(code[0]) or (explain(code[0]) if is_known(code[0]) else None)
         if words is None:
-            return detail or ""
+            return detail
         parts.append(f"{part} ({words[0].lower()}{words[1:].rstrip('.')})")
     return ", ".join(parts) + more + sentence

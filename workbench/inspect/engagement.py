@@ -3,8 +3,10 @@
 Five things are looked for: the start-up probe read its two staged calls back; calls were acknowledged as staged; their
 deltas came out of TransferQueue again when their groups were finalised; no finished rollout has an empty manifest; and
 of the first verified rollout the trained row's tokens hash to what its terminal call promised.
-Invariant: the verdict is `engaged` only when all of them hold, and `NOT on` only where one speaks against it. What
-holds for some of the calls or rollouts is `partly`, never `yes`: capture works, and something was still lost.
+Invariant: the verdict is `engaged` only when all of them hold that a run has something to measure of, and `NOT on` only
+where one speaks against it; it names no row under another mark than the row's own. What holds for some of the calls or
+rollouts is `partly`, never `yes`: capture works, and something was still lost. Calls are those of finalised rollouts
+(of a served run all of them), as in the summary; how many others there are is said.
 Beside it stands what may not be as one thinks (`remarks`): the first thing after the run's line on its page.
 Not here: verifying every digest (campaign.verify).
 """
@@ -26,7 +28,7 @@ from workbench.inspect.rejected import rejected_words
 from workbench.inspect.snapshot import StaticView
 from workbench.runs.early import MANY, count_early, early_remark
 from workbench.runs.gradient import nothing_learned
-from workbench.runs.shelf import guessed
+from workbench.runs.shelf import counted_calls, finished_rollouts, guessed
 from workbench.wire import Cause, hash_token_ids
 
 _ECHO_CHARACTERS = 160
@@ -35,17 +37,20 @@ NONE_VERIFIED = "no rollout was verified"
 
 @dataclass(frozen=True)
 class Evidence:
-    """One thing looked for. `holds` is None where it cannot be told yet; `whole` is False where it holds for some of
-    what was counted and not for all."""
+    """One thing looked for. `holds` is None where it cannot be told; `whole` is False where it holds for some of what
+    was counted and not for all; `measurable` is False where the run has nothing that it could be told of."""
 
     what: str
     found: str
     holds: bool | None
     whole: bool = True
+    measurable: bool = True
 
     @property
     def mark(self) -> str:
-        """`yes`, `partly`, `NO` or `not shown`."""
+        """`yes`, `partly`, `NO`, `not shown` or `nothing to measure`."""
+        if not self.measurable:
+            return "nothing to measure"
         if not self.holds:
             return "not shown" if self.holds is None else "NO"
         return "yes" if self.whole else "partly"
@@ -57,6 +62,9 @@ class Engagement(StaticView):
     def __init__(self, run: Any) -> None:
         check_run(run, "Engagement", "campaign")
         self._run = run
+        self._yet = markup.yet(run)
+        self._rollouts: pl.DataFrame = finished_rollouts(run)
+        self._calls_counted: pl.DataFrame = counted_calls(run)
         self.capturing = bool(run.campaign["capture_enabled"][0])
         self.echo: list[tuple[str, str]] = []
         self.evidence = (
@@ -66,21 +74,25 @@ class Engagement(StaticView):
     @property
     def engaged(self) -> bool:
         """Every piece of evidence is there and holds."""
-        return bool(self.evidence) and all(each.holds for each in self.evidence)
+        return bool(self.evidence) and not (self._marked("NO") or self._marked("not shown"))
+
+    def _marked(self, mark: str) -> list[Evidence]:
+        return [each for each in self.evidence if each.mark == mark]
 
     def sentence(self) -> str:
         if not self.capturing:
             return "Capture is off: this is a run of the token-echo arm, nothing is staged"
-        missing = [each.what for each in self.evidence if not each.holds]
-        if not missing:
-            gaps = "" if all(each.whole for each in self.evidence) else ", but not for everything"
-            return f"Capture is on{gaps}: " + ", ".join(f"{each.what} {each.found}" for each in self.evidence[1:4])
-        unknown = all(each.holds is None for each in self.evidence if not each.holds)
-        if unknown and self.evidence[-1].found == NONE_VERIFIED:
-            return (
-                f"Capture cannot be shown to be on: {NONE_VERIFIED}; {self.evidence[1].what} {self.evidence[1].found}"
-            )
-        return f"Capture is {'not shown to be on yet' if unknown else 'NOT on'}: {', '.join(missing)}"
+        denied, unknown = (", ".join(each.what for each in self._marked(mark)) for mark in ("NO", "not shown"))
+        if denied:
+            return f"Capture is NOT on: {denied}{f'; not shown: {unknown}' if unknown else ''}"
+        if unknown:
+            why = NONE_VERIFIED if [each.found for each in self._marked("not shown")] == [NONE_VERIFIED] else unknown
+            shown = "is not shown to be on yet" if self._yet else "cannot be shown to be on"
+            return f"Capture {shown}: {why}"
+        if partly := self._marked("partly"):
+            return f"Capture is on, but not for everything: {_found(partly)}"
+        unmeasured = "".join(f"; {each.what}: {each.found}" for each in self._marked("nothing to measure"))
+        return f"Capture is on: {_found([each for each in self.evidence[1:4] if each.measurable])}{unmeasured}"
 
     def html(self) -> str:
         rows: list[list[markup.Cell | str]] = [
@@ -91,8 +103,7 @@ class Engagement(StaticView):
         parts += [markup.line(words, strong=loud) for words, loud in self.remarks()]
         if rows:
             parts.append(markup.table(("evidence", "holds", "found"), rows))
-            if lost := self._not_staged():
-                parts.append(markup.line(lost))
+            parts += [markup.line(words) for words in (self._not_staged(), self._not_counted()) if words]
         if self.echo:
             parts.append(markup.table(("call of that chain", "what the policy said"), self.echo, mono=True))
         return markup.block(*parts)
@@ -100,7 +111,7 @@ class Engagement(StaticView):
     def remarks(self) -> list[tuple[str, bool]]:
         """What may not be as one thinks: steps that taught nothing, many rollouts without a vote, guessed last calls,
         rollouts that ended early; each with whether it is about many of them."""
-        rollouts: pl.DataFrame = self._run.rollouts
+        rollouts = self._rollouts
         told = []
         if words := nothing_learned(self._run.steps, rollouts, self._run.recipe.get("train") or {}):
             told.append((f"NOTHING LEARNED: {words}.", True))
@@ -119,7 +130,8 @@ class Engagement(StaticView):
     def _probe(self) -> Evidence:
         started = self._run.events.filter(pl.col("kind").is_in(["started", "serving"]))
         if started.is_empty():
-            return Evidence("start-up probe", "the run has not started yet", None)
+            found = "the run has not started yet" if self._yet else "no record of it"
+            return Evidence("start-up probe", found, None)
         probe = orjson.loads(started["fields"][-1]).get("probe") or {}
         if not probe.get("capture_enabled"):
             return Evidence("start-up probe", "it captured nothing", False)
@@ -128,14 +140,10 @@ class Engagement(StaticView):
         return Evidence("start-up probe", found, True)
 
     def _calls(self) -> list[Evidence]:
-        calls: pl.DataFrame = self._run.calls
+        calls = self._calls_counted
         staged = int((calls["disposition"] == "staged").sum())
         asked = calls.filter(pl.col("staging").is_not_null())
         fetched = int((asked["staging"] == "fetched").sum())
-        token_in, roots = (int((calls["mode"] == mode).sum()) for mode in ("token_in", "text"))
-        after = calls.height - roots
-        after_roots = f", after roots {token_in / after:.4g} ({token_in:,} of {after:,})" if after else ""
-        rate = f"{token_in / calls.height:.4g}{after_roots}" if calls.height else "no call yet"
         return [
             Evidence(
                 "calls staged",
@@ -149,18 +157,43 @@ class Engagement(StaticView):
                 fetched > 0 if asked.height else None,
                 fetched == asked.height,
             ),
-            Evidence("token_in_rate", rate, token_in > 0 if after else None, token_in == after),
+            self._rate(),
         ]
+
+    def _rate(self) -> Evidence:
+        what, calls = "token_in_rate", self._calls_counted
+        token_in, roots = (int((calls["mode"] == mode).sum()) for mode in ("token_in", "text"))
+        after = calls.height - roots
+        if not calls.height:
+            return Evidence(what, f"no call{self._yet}", None)
+        if not after:
+            every = f"each of the {calls.height:,} calls begins" if calls.height > 1 else "the only call begins"
+            return Evidence(what, f"{every} a conversation, none could continue an earlier one", None, measurable=False)
+        found = f"{token_in / calls.height:.4g}, after roots {token_in / after:.4g} ({token_in:,} of {after:,})"
+        return Evidence(what, found, token_in > 0, token_in == after)
 
     def _not_staged(self) -> str:
         """Why calls were not staged, by their codes, the most frequent first; empty where all were."""
-        left = self._run.calls.filter(pl.col("disposition") != "staged")
+        left = self._calls_counted.filter(pl.col("disposition") != "staged")
         counts = Counter(left["failure_reason"].fill_null("no reason on record").to_list()).most_common()
         reasons = ", ".join(f"{reason} {number:,}" for reason, number in counts)
         return f"{markup.count(left.height, 'call')} not staged: {reasons}. They are in no row." if counts else ""
 
+    def _not_counted(self) -> str:
+        """The calls that no number here is about; empty where there are none."""
+        rest = self._run.calls.join(self._calls_counted, on=["rollout_id", "model_call_id"], how="anti")
+        if rest.is_empty():
+            return ""
+        of = markup.count(rest["rollout_id"].n_unique(), "rollout")
+        state, how = ("", "will end") if self._yet else (" when the run ended", "would have ended")
+        counted = markup.count(self._calls_counted.height, "call")
+        return (
+            f"Counted, here and in the summary: {counted} of finalised rollouts. {rest.height:,} more, of {of} still "
+            f"played{state}, are in no number: how they {how} is not known."
+        )
+
     def _manifests(self) -> Evidence:
-        rollouts: pl.DataFrame = self._run.rollouts
+        rollouts = self._rollouts
         empty = bool((rollouts["cause"] == Cause.EMPTY_MANIFEST.value).any())
         with_calls = int((rollouts["calls"] > 0).sum())
         found = f"{with_calls:,} of {rollouts.height:,} rollouts have calls on record"
@@ -169,9 +202,10 @@ class Engagement(StaticView):
 
     def _first_chain(self) -> Evidence:
         what = "first verified chain"
-        verified = self._run.rollouts.filter(pl.col("verified"))
+        verified = self._rollouts.filter(pl.col("verified"))
         if verified.is_empty():
-            return Evidence(what, "no rollout yet" if self._run.rollouts.is_empty() else NONE_VERIFIED, None)
+            none = f"no rollout was finalised{self._yet}" if self._rollouts.is_empty() else NONE_VERIFIED
+            return Evidence(what, none, None)
         rollout = verified.row(0, named=True)
         tokens: pl.DataFrame = self._run.tokens(rollout["rollout_id"])
         terminal = self._run.calls.filter(pl.col("model_call_id") == rollout["terminal_model_call_id"])
@@ -196,8 +230,16 @@ class Engagement(StaticView):
         for (call_id,), rows in tokens.filter(pl.col("sampled")).group_by("model_call_id", maintain_order=True):
             ids = rows["token_id"].to_list()
             text = " ".join(map(str, ids)) if vocabulary is None else _decoded(vocabulary, ids)
-            said.append((short_id(str(call_id), rollout_id), text[:_ECHO_CHARACTERS]))
+            said.append((short_id(str(call_id), rollout_id), _cut(text)))
         return said
+
+
+def _found(evidence: list[Evidence]) -> str:
+    return ", ".join(f"{each.what} {each.found}" for each in evidence)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _ECHO_CHARACTERS else f"{text[: _ECHO_CHARACTERS - 1]}…"
 
 
 def _decoded(vocabulary: Any, ids: list[int]) -> str:

@@ -31,6 +31,7 @@ from workbench.inspect.style import (
     say_nothing_to_show,
     step_ticks,
 )
+from workbench.runs.shelf import counted_calls
 
 _SHOWN = 40
 _LINE = 64
@@ -44,10 +45,11 @@ class CaptureRate(StaticView):
         check_run(run, "CaptureRate", "steps")
         rollouts: pl.DataFrame = run.rollouts
         self.unplaced = _unplaced(rollouts)
-        calls: pl.DataFrame = run.calls
+        calls = counted_calls(run)
         self.token_in = int((calls["mode"] == "token_in").sum())
         self.after_roots = calls.height - int((calls["mode"] == "text").sum())
-        """Calls of the whole run that are no roots; `token_in` of them continue a recorded one."""
+        """Calls of the run's finalised rollouts that are no roots; `token_in` of them continue a recorded one."""
+        self.only_roots = calls.height > 0 and not self.after_roots
         self.yet = markup.yet(run)
         self.finalised, self.valid = rollouts.height, int((rollouts["sample_mask"] == 1).sum())
         rows = rollouts.group_by(pl.col("taken_step").alias("step")).agg(
@@ -69,6 +71,8 @@ class CaptureRate(StaticView):
         rows, valid = int(self.steps["rows_seen"].sum()), int(self.steps["valid"].sum())
         recorded = self.after_roots and self.steps["token_in_rate_after_roots"].count()
         said = f"{self.token_in / self.after_roots:.4g} of the whole run" if recorded else "not recorded"
+        if self.only_roots:
+            said = "has nothing to measure: no call could continue an earlier one"
         return (
             f"Capture over {markup.count(self.steps.height, 'step')} · token_in_rate_after_roots {said} · "
             f"{valid:,} of {rows:,} rows valid"
@@ -147,6 +151,9 @@ class RewardCurve(StaticView):
         placed, self.waiting = taken.height, valid.height - taken.height
         self.unrewarded = f"{markup.count(placed, 'valid rollout')}, and no reward was given" if placed else ""
         """What is said of a run that trained rollouts none of which has a reward."""
+        self.taken_steps = taken["step"].unique().to_list()
+        """Steps that were taken, with a reward or without: those with a line, and where there are no lines those that
+        took a valid rollout."""
         self.steps = (
             self.rollouts.group_by("step")
             .agg(
@@ -160,6 +167,7 @@ class RewardCurve(StaticView):
         if (lines := getattr(run, "steps", None)) is not None:
             # The step's own mean leaves out who had no vote in it.
             known = lines.select("step", voted="reward_mean")
+            self.taken_steps = sorted({*self.taken_steps, *lines["step"].to_list()})
             self.steps = self.steps.join(known, on="step", how="left", maintain_order="left")
             self.steps = self.steps.with_columns(pl.coalesce("voted", "mean").alias("mean")).drop("voted")
 
@@ -170,11 +178,22 @@ class RewardCurve(StaticView):
             return f"Reward · {markup.count(self.untrained.height, 'valid rollout')}, none trained · {mean}"
         if self.steps.is_empty():
             return f"Reward over steps · {self.unplaced or self.unrewarded or f'no valid rollout{self.yet}'}"
-        first, last = self.steps["mean"][0], self.steps["mean"][-1]
+        rewarded, every = self.steps["step"].to_list(), self.taken_steps
+        without = [step for step in every if step not in rewarded]
+        over = f"{len(rewarded)} of {markup.count(len(every), 'step')}" if without else markup.count(len(every), "step")
+        told = [
+            f"{mean:.3f} {words if step == end else f'in step {step}'}"
+            for step, mean, end, words in (
+                (rewarded[0], self.steps["mean"][0], every[0], "at the first"),
+                (rewarded[-1], self.steps["mean"][-1], every[-1], "at the last"),
+            )
+        ]
+        means = ", ".join(told) if len(rewarded) > 1 else f"{self.steps['mean'][0]:.3f}"
+        means += f" in step {rewarded[0]}" * (len(rewarded) == 1 and bool(without))
+        none = f" · no valid reward in {markup.steps(without)}" if without else ""
         waiting = f", {self.waiting:,} more in no recorded step" if self.waiting else ""
         return (
-            f"Reward over {markup.count(self.steps.height, 'step')} · mean {first:.3f} at the first, "
-            f"{last:.3f} at the last · {markup.count(self.rollouts.height, 'valid rollout')}{waiting}"
+            f"Reward over {over} · mean {means}{none} · {markup.count(self.rollouts.height, 'valid rollout')}{waiting}"
         )
 
     def draw(self) -> Figure:

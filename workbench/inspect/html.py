@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-from workbench.runs.condition import ENDED
+from workbench.runs.condition import ENDED, state_of
 
 _FONT = "font-family:ui-monospace,'DejaVu Sans Mono',Menlo,Consolas,monospace"
 _CELL = "padding:3px 10px 3px 0;text-align:left;vertical-align:top;border:none"
@@ -124,8 +124,10 @@ def count(number: int, singular: str, plural: str | None = None) -> str:
 
 
 def yet(run: Any) -> str:
-    """ " yet" of a run that may still come to it; nothing of one that has ended."""
-    return "" if (getattr(run, "status", None) or {}).get("status") in ENDED else " yet"
+    """ " yet" of a run that may still come to it; nothing of one that has ended, by its own word or by its death."""
+    status, path = getattr(run, "status", None) or {}, getattr(run, "path", None)
+    ended = status.get("status") in ENDED or (bool(status) and path is not None and state_of(path)[0] != "running")
+    return "" if ended else " yet"
 
 
 def steps(numbers: Sequence[int]) -> str:

@@ -119,15 +119,10 @@ def _suspects(source: Any) -> dict[str, list[int]]:
     return found
 
 
-def _weights_stayed(source: Any, tokens: pl.DataFrame) -> bool:
-    """Whether no step between the sampling of a token and the one that scored it changed any weight."""
+def _still(source: Any) -> set[int]:
+    """The steps that certainly changed no weight."""
     steps = getattr(source, "steps", None)
-    if steps is None or tokens["weight_version"].has_nulls() or tokens["step"].has_nulls():
-        return False
-    still = unchanged(steps, (getattr(source, "recipe", None) or {}).get("train") or {})
-    spans = tokens.select("weight_version", "step").unique().iter_rows()
-    # Step n scores with the weights that step n - 1 left, version n - 1.
-    return all(still.issuperset(range(version + 1, step)) for version, step in spans)
+    return set() if steps is None else unchanged(steps, (getattr(source, "recipe", None) or {}).get("train") or {})
 
 
 class LogprobDelta(LiveView):
@@ -159,13 +154,13 @@ class LogprobDelta(LiveView):
         if self.nonfinite == self.tokens.height > 0:
             self.why_empty = f"none of {self.tokens.height:,} sampled tokens has a finite log-prob on both sides"
         self.delta_T = self.finite["delta"].to_numpy()
-        self.equal = at_equal_weights(self.finite)
+        self.equal = at_equal_weights(self.finite, _still(source))
         """Tokens that were scored by the very weights that sampled them: like compared with like."""
         self.numbers = delta_numbers(self.delta_T)
         self.verdicts: list[Verdict] = examine(*by_rollout(self.finite), reach=_REACH)
         self.shift = int(self.verdicts[0].evidence.get("shift", 0))
         self.suspects = _suspects(source)
-        self._weights_stayed = _weights_stayed(source, self.finite)
+        self.unrecorded = _unrecorded(source, self.tokens)
         self.left_out = _left_out(source)
 
     def sentence(self) -> str:
@@ -289,6 +284,7 @@ class LogprobDelta(LiveView):
         parts.append(markup.table(header, rows))
         parts.append(markup.legend(_MEANINGS))
         parts.append(markup.line(self._said_of_equal(), muted=True))
+        parts += [markup.line(self.unrecorded, muted=True)] if self.unrecorded else []
         for verdict in self.verdicts:
             words = f"{LABELS[verdict.name]}: {verdict.words}"
             parts.append(markup.line(words, strong=verdict.found, muted=verdict.state == "unknown"))
@@ -304,13 +300,15 @@ class LogprobDelta(LiveView):
     def _said_of_equal(self) -> str:
         meaning = "scored by the very weights that sampled them, so that number formats alone are left"
         others = self.finite.height - self.equal.height
+        older = self.equal.height - at_equal_weights(self.equal).height
+        same = f" {older:,} of them were sampled a version or more earlier, and no step in between changed a weight."
+        same *= older > 0
         if not others:
-            return f"All tokens are at equal weights: {meaning}."
-        same = "were sampled a version or more earlier, and no step in between changed a weight"
-        steps = f"{markup.count(others, 'token')} {same if self._weights_stayed else _CAN_DIFFER}"
+            return f"All tokens are at equal weights: {meaning}.{same}"
+        steps = f"{markup.count(others, 'token')} {_CAN_DIFFER}"
         if not self.equal.height:
             return f"No token is at equal weights ({meaning}): {steps}."
-        return f"At equal weights: {markup.count(self.equal.height, 'token')}, {meaning}; the other {steps}."
+        return f"At equal weights: {markup.count(self.equal.height, 'token')}, {meaning}.{same} The other {steps}."
 
     def _numbers_rows(self) -> list[list[markup.Cell | str]]:
         rows = [(name, delta_numbers(part["delta"].to_numpy())) for name, part in self.parts()]
@@ -373,6 +371,19 @@ class LogprobDelta(LiveView):
         from workbench.inspect.live.delta import DeltaAndTokens
 
         return DeltaAndTokens(self)
+
+
+def _unrecorded(source: Any, tokens: pl.DataFrame) -> str:
+    """How many of the tokens are of steps that the other views do not show, since they have no line; empty for none."""
+    steps = getattr(source, "steps", None)
+    lines = tokens["step"] if steps is None else steps["step"]
+    rest = tokens.filter(~pl.col("step").is_in(lines.unique().implode()))
+    if rest.is_empty():
+        return ""
+    taken = markup.steps(sorted(rest["step"].unique()))
+    return (
+        f"Of all tokens {rest.height:,} are of {taken}, of which steps.jsonl has no line: they are in no view by step."
+    )
 
 
 def _left_out(source: Any) -> str:

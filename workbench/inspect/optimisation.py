@@ -121,11 +121,12 @@ class Optimisation(StaticView):
         ):
             if (name in _RATIO and self._tis) or (most := self._most(name)) is None:
                 continue
-            none = name == "clip_fraction" and most[0] == 0
-            parts.append("nothing clipped" if none else f"{words.format(format(most[0], spec))} (step {most[1]})")
-        entropy = self._known("approx_entropy")["approx_entropy"].to_list()
-        if entropy:
-            parts.append(f"entropy {entropy[0]:.2f} nat at the first, {entropy[-1]:.2f} at the last")
+            none = {"clip_fraction": "nothing clipped", "grad_norm": "no gradient"}.get(name) if most[0] == 0 else None
+            parts.append(none or f"{words.format(format(most[0], spec))} (step {most[1]})")
+        if entropy := self._known("approx_entropy").select("step", "approx_entropy").rows():
+            (first, begun), (last, ended) = entropy[0], entropy[-1]
+            to = f" (step {first}), {ended:.2f} (step {last})" if len(entropy) > 1 else ""
+            parts.append(f"entropy {begun:.2f} nat{to}")
         return " · ".join(parts)
 
     @property
@@ -327,12 +328,16 @@ class Optimisation(StaticView):
         parts = [markup.line(self.sentence(), strong=True)]
         if self.steps.is_empty():
             return markup.block(*parts)
-        parts += [markup.line(words) for words in self.notes()] or [
-            markup.line("No step reached a bound of its recipe.")
-        ]
+        parts += [markup.line(words) for words in self.notes()]
+        if len(parts) == 1 and self._known("grad_norm").height:
+            parts.append(markup.line("No step reached a bound of its recipe."))
         unknown = [] if self.train else ["the bounds, since the run's recipe cannot be read"]
         columns = [column for column in _COLUMNS if self.missing(column[0]) is None]
-        unknown += [f"{head}: {why}" for name, head, _ in _COLUMNS if (why := self.missing(name)) is not None]
+        missing: dict[str, list[str]] = {}
+        for name, head, _ in _COLUMNS:
+            if (why := self.missing(name)) is not None:
+                missing.setdefault(why, []).append(head)
+        unknown += [f"{', '.join(heads)}: {why}" for why, heads in missing.items()]
         shown = self.steps.tail(_SHOWN)
         columns = [
             (name, head, markup.one_format(shown[name], spec) if name in _SIZES else spec)

@@ -22,17 +22,18 @@ from workbench.runs.shelf import finished_rollouts
 
 @dataclass(frozen=True)
 class Commonest:
-    """`count` of the rejected were for `cause`, most of these with `detail`; `rollout_id` is one of them."""
+    """`count` of the rejected were for `cause`, most of these, `times`, with `detail`; `rollout_id` is one of them."""
 
     cause: str
     count: int
     detail: str | None
     rollout_id: str
+    times: int
 
     @property
     def words(self) -> str:
         """The detail for a reader, the place in it; what the cause means where there is none."""
-        return in_words(self.detail) or explain(self.cause)
+        return in_words(self.detail, self.cause) or explain(self.cause)
 
 
 def commonest(rejected: Iterable[Mapping[str, Any]]) -> Commonest | None:
@@ -40,20 +41,26 @@ def commonest(rejected: Iterable[Mapping[str, Any]]) -> Commonest | None:
     rejected = list(rejected)
     if not rejected:
         return None
-    ((cause, count),) = Counter(row["cause"] for row in rejected).most_common(1)
+    counts = Counter(row["cause"] for row in rejected)
+    cause = min(counts, key=lambda cause: (-counts[cause], cause))  # of equally many as PoisonTable has them
     alike = [row for row in rejected if row["cause"] == cause]
-    ((detail, _),) = Counter(row["detail"] for row in alike).most_common(1)
-    return Commonest(cause, count, detail, next(row["rollout_id"] for row in alike if row["detail"] == detail))
+    ((detail, times),) = Counter(row["detail"] for row in alike).most_common(1)
+    example = next(row["rollout_id"] for row in alike if row["detail"] == detail)
+    return Commonest(cause, len(alike), detail, example, times)
 
 
 def rejected_words(rejected: Collection[Mapping[str, Any]], rollouts: int) -> tuple[str, str | None]:
-    """How many of how many rollouts were rejected and most often why, and one of those to look at."""
-    words = f"{len(rejected)} of {rollouts} rollouts were rejected"
+    """How many of how many rollouts were rejected and most often why, without a full stop, and one of those to look
+    at."""
+    words = f"{len(rejected)} of {rollouts} rollouts {'was' if len(rejected) == 1 else 'were'} rejected"
     most = commonest(rejected)
     if most is None:
         return words, None
-    words += f", {most.count} of them as {most.cause}"
-    return words + (f", most often: {most.words}" if most.detail else ""), most.rollout_id
+    words += f", {f'{most.count} of them ' * (len(rejected) > 1)}as {most.cause}"
+    often = (
+        "" if most.times == most.count else f", most often ({most.times} times)" if most.times > 1 else ", for example"
+    )
+    return words + (f"{often}: {most.words.removesuffix('.')}" if most.detail else ""), most.rollout_id
 
 
 def nothing_trained(run_dir: Path) -> str | None:

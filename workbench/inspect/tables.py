@@ -90,6 +90,9 @@ class PoisonTable(LiveView):
             )
             .sort(["calls", "failure_reason", "detail"], descending=[True, False, False], nulls_last=True)
         )
+        failed = calls.filter(pl.col("failure_reason").is_not_null())
+        self.open_failures = failed.join(rollouts, on="rollout_id", how="anti").height
+        """Calls among the failures whose rollout was not finalised, so that no other view counts them."""
         refused: pl.DataFrame | None = getattr(run, "refused", None)
         self.refused = None if refused is None else refused.filter(by="gateway")
         """Requests that the gateway refused, a row a rollout and reason (those of the engine are among the failures);
@@ -164,13 +167,12 @@ class PoisonTable(LiveView):
             told = ("refused as", "requests", "rollouts", "example", "what it was told first")
             parts.append(markup.table(told, [_refused_row(row) for row in by_code(self.refused).to_dicts()]))
         if self.failures.height:
-            calls = int(self.failures["calls"].sum())
-            parts.append(
-                markup.line(
-                    f"{markup.count(calls, 'call')} left no tokens; only those that bear on the terminal chain reject "
-                    "their rollout."
-                )
+            calls = markup.count(int(self.failures["calls"].sum()), "call")
+            open_ones = f", {self.open_failures:,} of them of a rollout that was not finalised" * bool(
+                self.open_failures
             )
+            bearing = "only those that bear on the terminal chain reject their rollout."
+            parts.append(markup.line(f"{calls} left no tokens{open_ones}; {bearing}"))
             columns = ("reason, and what it means", "detail", "calls", "rollouts", "example")
             shown = self.failures.head(30).to_dicts()
             parts.append(markup.table(columns, [self._failure_row(row) for row in shown]))

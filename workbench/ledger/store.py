@@ -251,6 +251,13 @@ class LedgerStore:
             rollout.journal.refresh()
             return self._manifest(rollout_id, rollout)
 
+    def has_row(self, rollout_id: str, model_call_id: str) -> bool:
+        """Whether a call has its row, of custody or of failure."""
+        rollout = self._rollout(rollout_id)
+        with rollout.lock:
+            rollout.journal.refresh()
+            return model_call_id in rollout.index.custody or model_call_id in rollout.index.failures
+
     def freeze(self, rollout_id: str) -> RolloutManifest:
         """Close the trajectory and return its manifest; the same one for ever after. Freezing again is a no-op."""
         rollout = self._rollout(rollout_id)

@@ -59,9 +59,21 @@ def _row(directory: Path) -> dict[str, Any]:
 
 def finished_rollouts(run: reader.Run) -> pl.DataFrame:
     """The rollouts of `run` whose group has its receipts, the last of a group's parts: what `workbench verify` counts,
-    and what a resumed run goes on with."""
+    and what a resumed run goes on with. Of what has no directory all of them."""
+    if getattr(run, "path", None) is None:
+        return run.rollouts
     finished = [path.stem for path in (run.path / "receipts").glob("*.jsonl")]
     return run.rollouts.filter(pl.col("group_id").is_in(finished))
+
+
+def counted_calls(run: reader.Run) -> pl.DataFrame:
+    """The calls that a run's numbers are about: of a campaign those of its finished rollouts, since how the others end
+    is not known; of a served run all of them, as agents may never ask for a receipt."""
+    return (
+        run.calls
+        if getattr(run, "served", False)
+        else run.calls.join(finished_rollouts(run), on="rollout_id", how="semi")
+    )
 
 
 def guessed(rollouts: pl.DataFrame) -> pl.DataFrame:
@@ -81,9 +93,6 @@ def token_in_rates(calls: pl.DataFrame) -> dict[str, float | None]:
 def _read(run: reader.Run) -> dict[str, Any]:
     campaign, steps, rollouts = run.campaign.row(0, named=True), run.steps, run.rollouts
     served = run.served
-    # A served call counts as soon as it is there, a campaign's when its rollout is finished: how the calls that are
-    # under way will end is not known.
-    calls = run.calls if served else run.calls.join(finished_rollouts(run), on="rollout_id", how="semi")
     return {
         "run": run.name,
         "status": campaign["state"],
@@ -91,7 +100,7 @@ def _read(run: reader.Run) -> dict[str, Any]:
         "step": None if served else steps["step"].max() or 0,
         "steps": None if served else (run.recipe.get("train") or {}).get("steps"),
         "reward": _valid_mean(rollouts) if served else steps.sort("step")["reward_mean"][-1] if steps.height else None,
-        **token_in_rates(calls),
+        **token_in_rates(counted_calls(run)),
         "rejected": int((rollouts["sample_mask"] == 0).sum()),
         "rollouts": rollouts.height,
         "guessed": guessed(rollouts).height,

@@ -8,7 +8,7 @@ Not here: turning ids into text (vocabulary, inspect).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,31 +130,48 @@ def sampled_logprobs(run: str, rows: pl.DataFrame, train: pl.DataFrame) -> pl.Da
     return pl.concat(frames) if frames else pl.DataFrame(schema=LOGPROB_DTYPES)
 
 
-def at_equal_weights(tokens: pl.DataFrame) -> pl.DataFrame:
+def equal_weights(version: int | None, step: int | None, still: Collection[int]) -> bool:
+    """Whether a token of weight version `version` was sampled from the very weights that step `step` scored it with.
+    Step n scores with version n - 1; an older one has the same weights where each step in between is in `still`, the
+    steps that changed no weight (`runs.gradient.unchanged`)."""
+    return version is not None and step is not None and version < step and {*range(version + 1, step)} <= set(still)
+
+
+def at_equal_weights(tokens: pl.DataFrame, still: Collection[int] = frozenset()) -> pl.DataFrame:
     """The tokens that were sampled from the very weights that then scored them: what sampler and trainer differ in is
-    number formats alone, and no optimiser step. Step n is computed with the weights of version n - 1."""
-    return tokens.filter(pl.col("weight_version") == pl.col("step") - 1)
+    number formats alone, and no optimiser step. `still`: the steps that changed no weight."""
+    spans = tokens.select("weight_version", "step").unique()
+    equal = [equal_weights(version, step, still) for version, step in spans.iter_rows()]
+    return tokens.join(
+        spans.filter(pl.Series(equal, dtype=pl.Boolean)), on=spans.columns, how="semi", maintain_order="left"
+    )
 
 
 @dataclass
 class Deltas:
-    """By how much sampler and trainer differ over trained tokens, and over those of them `at_equal_weights`: how many
-    there are and the sums of |delta| in nat; and the steps that they were trained in."""
+    """By how much sampler and trainer differ over trained tokens: by the version that sampled them and the step that
+    trained them how many there are, and the sum of |delta| in nat."""
 
-    steps: set[int] = field(default_factory=set)
-    tokens: int = 0
-    total: float = 0.0
-    equal_tokens: int = 0
-    equal_total: float = 0.0
+    sums: dict[tuple[int, int], tuple[int, float]] = field(default_factory=dict)
 
     def add(self, step: int, delta_K: np.ndarray, version_K: np.ndarray) -> None:
         """Add trained tokens of a step: their deltas and the versions that they were sampled from."""
-        size_K, equal_K = np.abs(delta_K.astype(np.float64)), version_K == step - 1
-        self.steps |= {step} if size_K.size else set()
-        self.tokens += size_K.size
-        self.total += float(size_K.sum())
-        self.equal_tokens += int(equal_K.sum())
-        self.equal_total += float(size_K[equal_K].sum())
+        size_K = np.abs(delta_K.astype(np.float64))
+        for version in np.unique(version_K).tolist():
+            tokens, total = self.sums.get((version, step), (0, 0.0))
+            chosen_K = size_K[version_K == version]
+            self.sums[version, step] = (tokens + chosen_K.size, total + float(chosen_K.sum()))
+
+    @property
+    def steps(self) -> set[int]:
+        return {step for _, step in self.sums}
+
+    def mean_abs(self, still: Collection[int] | None = None) -> tuple[int, float | None]:
+        """Number and mean |delta| of all tokens; with `still`, the steps that changed no weight, of those at equal
+        weights."""
+        chosen = [value for span, value in self.sums.items() if still is None or equal_weights(*span, still)]
+        tokens = sum(count for count, _ in chosen)
+        return tokens, sum(total for _, total in chosen) / tokens if tokens else None
 
 
 def count_deltas(scored: pl.DataFrame) -> Deltas:

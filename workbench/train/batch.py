@@ -53,6 +53,28 @@ class MicroBatch:
         return MicroBatch(**moved)
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What the passes of a step say of its N rows, each laid in where its row stands in the whole batch."""
+
+    logprobs: list[np.ndarray]
+    """N x (T,) float32, the trainer's; 0 where nothing was sampled."""
+    agreement: list[np.ndarray | None]
+    """N x (T', layers with experts), T' what of a row was run: see `RouterReplay.agreement`. None: nothing forced."""
+
+    @classmethod
+    def nothing_of(cls, rows: Sequence[TrainRow]) -> Scores:
+        """Those of rows that were not run yet, and of what never is."""
+        return cls([np.zeros(len(row.token_ids), dtype=np.float32) for row in rows], [None] * len(rows))
+
+    def lay_in(self, batch: MicroBatch, logprobs_BT: np.ndarray, agreement_BTL: np.ndarray | None) -> None:
+        """Take what one micro-batch gave."""
+        for b, (place, length) in enumerate(zip(batch.positions, batch.lengths, strict=True)):
+            self.logprobs[place][:length] = logprobs_BT[b, :length]
+            if agreement_BTL is not None:
+                self.agreement[place] = agreement_BTL[b, :length]
+
+
 def micro_batches(
     rows: Sequence[TrainRow],
     max_tokens: int,

@@ -23,14 +23,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-import numpy as np
 import ray
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from workbench.errors import TrainerError
-from workbench.train.batch import MicroBatch, token_logprobs
+from workbench.train.batch import MicroBatch, Scores, token_logprobs
 from workbench.train.route_transport import broadcast_routes
 from workbench.train.rows import RowSource, TrainPartition, TrainRow
 from workbench.train.trainer import Trainer
@@ -114,19 +113,19 @@ class RankTrainer(Trainer):
         return mine + idle * (-(-len(batches) // self.ranks) - len(mine))
 
     def _pool(
-        self, batches: Sequence[MicroBatch], trainer_NT: list[np.ndarray], ballot: Ballot, sums: tuple[float, float]
+        self, batches: Sequence[MicroBatch], scores: Scores, ballot: Ballot, sums: tuple[float, float]
     ) -> tuple[float, float]:
         places = [place for batch in batches[self.rank :: self.ranks] for place in batch.positions]
         own = {
-            place: (trainer_NT[place], ballot.masks[place], ballot.left_out[place], self._agreement_NT[place])
+            place: (scores.logprobs[place], scores.agreement[place], ballot.masks[place], ballot.left_out[place])
             for place in places
         }
         shares: list[Any] = [None] * self.ranks
         dist.all_gather_object(shares, (own, sums))
         for theirs, _ in shares:
-            for place, (values, mask, why, agreement) in theirs.items():
-                trainer_NT[place], ballot.masks[place], ballot.left_out[place] = values, mask, why
-                self._agreement_NT[place] = agreement
+            for place, (values, agreement, mask, why) in theirs.items():
+                scores.logprobs[place], scores.agreement[place] = values, agreement
+                ballot.masks[place], ballot.left_out[place] = mask, why
         return sum(loss for _, (loss, _) in shares), sum(kl for _, (_, kl) in shares)
 
     def _keeps_records(self) -> bool:

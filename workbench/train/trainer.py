@@ -36,6 +36,7 @@ from workbench.train import checkpoint
 from workbench.train.agreement import check_alignment, row_errors
 from workbench.train.batch import (
     MicroBatch,
+    Scores,
     check_head,
     micro_batches,
     padding_metrics,
@@ -154,21 +155,21 @@ class Trainer:
         )  # fmt: skip
         if self._replay is not None:
             check_coverage(step, rows, ballot.masks, self._replay.layers)
-        trainer_NT, passed = self.backward(rows, ballot)
-        check_alignment(step, trainer_NT, [row.logprobs for row in rows], [row.loss_mask for row in rows])
+        scores, passed = self.backward(rows, ballot)
+        check_alignment(step, scores.logprobs, [row.logprobs for row in rows], [row.loss_mask for row in rows])
         voted = any(mask.any() for mask in ballot.masks)
         grad_norm = self._apply(step) if voted else 0.0
         metrics = (
-            step_metrics(config, rows, ballot, trainer_NT)
+            step_metrics(config, rows, ballot, scores.logprobs)
             | passed
             | (
-                replay_metrics(rows, ballot.masks, self._agreement_NT, sorted(self._replay.layers))
+                replay_metrics(rows, ballot.masks, scores.agreement, sorted(self._replay.layers))
                 if self._replay is not None
                 else {}
             )
             | {"grad_norm": grad_norm, "optimizer_stepped": int(voted), "seconds": time.monotonic() - began}
         )
-        return metrics, train_part(step, rows, ballot, trainer_NT, self._agreement_NT if self._replay else None)
+        return metrics, train_part(step, rows, ballot, scores.logprobs, scores.agreement if self._replay else None)
 
     def _with_routes(self, rows: Sequence[TrainRow]) -> Sequence[TrainRow]:
         """The rows with their routes, of the model's own shape; as they are without router replay."""
@@ -181,24 +182,22 @@ class Trainer:
                 self._replay.check(row.rollout_id, row.routes)
         return rows
 
-    def backward(self, rows: Sequence[TrainRow], ballot: Ballot) -> tuple[list[np.ndarray], dict[str, Any]]:
-        """Leave the loss's gradient in the weights; no weight changes.
+    def backward(self, rows: Sequence[TrainRow], ballot: Ballot) -> tuple[Scores, dict[str, Any]]:
+        """Leave the loss's gradient in the weights; no weight changes. Returns the rows' scores and the pass's metrics.
 
-        Returns the trainer's log-probs, N x (T,) float32, 0 where nothing was sampled, and the pass's own metrics.
         Rows that disagree by more than `max_mult_prob_error` leave the loss here, and the ballot says so.
         """
         config = self.config
         batches = micro_batches(rows, config.micro_batch_tokens, ballot.masks, config.temperature, self.device)
         planned = self._count(ballot)
-        trainer_NT = [np.zeros(len(row.token_ids), dtype=np.float32) for row in rows]
-        self._agreement_NT: list[np.ndarray | None] = [None] * len(rows)
+        scores = Scores.nothing_of(rows)
         self._zero_grad()
         loss_sum = kl_sum = 0.0
         for batch in self._mine(batches):
-            loss, kl = self._backward_one(batch, ballot, max(planned, 1), trainer_NT)
+            loss, kl = self._backward_one(batch, ballot, max(planned, 1), scores)
             loss_sum += loss
             kl_sum += kl * int(batch.loss_mask.sum())
-        loss_sum, kl_sum = self._pool(batches, trainer_NT, ballot, (loss_sum, kl_sum))
+        loss_sum, kl_sum = self._pool(batches, scores, ballot, (loss_sum, kl_sum))
         # Known only now: what is averaged over. Sums were divided by what was planned.
         kept = self._count(ballot)
         if 0 < kept < planned:
@@ -207,7 +206,7 @@ class Trainer:
                 if weight.grad is not None:
                     weight.grad.mul_(planned / kept)
         loss_tokens = sum(int(mask.sum()) for mask in ballot.masks)
-        return trainer_NT, {
+        return scores, {
             "loss": loss_sum,
             "kl_penalty": kl_sum / loss_tokens if config.kl_coef and loss_tokens else None,
         } | padding_metrics(rows, config.micro_batch_tokens)
@@ -218,25 +217,20 @@ class Trainer:
             return sum(int(mask.sum()) for mask in ballot.masks)
         return sum(bool(mask.any()) for mask in ballot.masks)
 
-    def _backward_one(
-        self, batch: MicroBatch, ballot: Ballot, normalizer: int, trainer_NT: list[np.ndarray]
-    ) -> tuple[float, float]:
-        """Forward and backward pass of one micro-batch: its share of the loss, and the mean KL of its loss tokens."""
+    def _backward_one(self, batch: MicroBatch, ballot: Ballot, normalizer: int, scores: Scores) -> tuple[float, float]:
+        """Forward and backward pass of one micro-batch, laid into `scores`: its share of the loss, and the mean KL of
+        its loss tokens."""
         # Layers that are recomputed in the backward pass choose their experts again.
         with self._replay.forced(batch.routes) if self._replay is not None else contextlib.nullcontext():
-            return self._passes(batch, ballot, normalizer, trainer_NT)
+            return self._passes(batch, ballot, normalizer, scores)
 
-    def _passes(
-        self, batch: MicroBatch, ballot: Ballot, normalizer: int, trainer_NT: list[np.ndarray]
-    ) -> tuple[float, float]:
+    def _passes(self, batch: MicroBatch, ballot: Ballot, normalizer: int, scores: Scores) -> tuple[float, float]:
         config = self.config
         # One row alone that is longer than the bound: without its layers' activations it does not exhaust memory.
         with recomputed_layers(self.model, batch.ids.numel() > config.micro_batch_tokens):
             logprobs = self._token_logprobs(batch.ids, batch.scored, batch.temperatures)
-        self._note_agreement(batch)
         own = logprobs.detach().cpu().numpy()
-        for place, length, values_T in zip(batch.positions, batch.lengths, own, strict=True):
-            trainer_NT[place][:length] = values_T[:length]
+        scores.lay_in(batch, own, self._agreement(batch))
         self._leave_out_disagreeing(batch, ballot, own)
         reference = None
         if self._reference is not None:
@@ -252,13 +246,10 @@ class Trainer:
         (loss * self._loss_scale).backward()
         return float(loss.detach()), metrics.get("kl_penalty") or 0.0
 
-    def _note_agreement(self, batch: MicroBatch) -> None:
+    def _agreement(self, batch: MicroBatch) -> np.ndarray | None:
+        """(B, T, layers with experts) of the pass over `batch` that was just made; None: nothing was forced in it."""
         agreement = self._replay.agreement() if self._replay is not None else None
-        if agreement is None:
-            return
-        by_row = agreement.reshape(*batch.ids.shape, -1).cpu().numpy()  # (B, T, layers with experts)
-        for place, length, values_TL in zip(batch.positions, batch.lengths, by_row, strict=True):
-            self._agreement_NT[place] = values_TL[:length]
+        return None if agreement is None else agreement.reshape(*batch.ids.shape, -1).cpu().numpy()
 
     def _leave_out_disagreeing(self, batch: MicroBatch, ballot: Ballot, own: np.ndarray) -> None:
         limit = self.config.max_mult_prob_error
@@ -374,9 +365,9 @@ class Trainer:
         return batches
 
     def _pool(
-        self, batches: Sequence[MicroBatch], trainer_NT: list[np.ndarray], ballot: Ballot, sums: tuple[float, float]
+        self, batches: Sequence[MicroBatch], scores: Scores, ballot: Ballot, sums: tuple[float, float]
     ) -> tuple[float, float]:
-        """Put together what was computed elsewhere: log-probs and ballot in place, sums of loss and KL returned."""
+        """Put together what was computed elsewhere: scores and ballot in place, sums of loss and KL returned."""
         return sums
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -37,13 +37,14 @@ def recipe_list() -> None:
 def recipe_show(name: str, overrides: tuple[str, ...]) -> None:
     """Every value of a recipe, and where it comes from.
 
-    Behind one that is left open, what set-up will derive.
+    Behind one that is left open, what set-up will derive; behind one that changes nothing, why.
     """
     from workbench.campaign.machines.derived import derived
+    from workbench.campaign.machines.idle import idle
     from workbench.config import describe
 
     def notes(recipe: Recipe) -> dict[str, str]:
-        return {each.key: f"derived: {each.value} ({each.how})" for each in derived(recipe)}
+        return {each.key: f"derived: {each.value} ({each.how})" for each in derived(recipe)} | idle(recipe)
 
     click.echo(describe(name, overrides, notes))
 

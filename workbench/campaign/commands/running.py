@@ -32,7 +32,7 @@ def run(recipe: str, overrides: tuple[str, ...], run_name: str | None, dry_run: 
     from workbench.campaign.machines.doctor import refuse_unable
 
     checked = checked_recipe(recipe, overrides)
-    _remark_on_memory(checked)
+    _remark(checked)
     if dry_run:
         from workbench.campaign.machines.plan import lacking, plan
 
@@ -104,7 +104,7 @@ def resume(run_dir: Path, overrides: tuple[str, ...]) -> None:
     for broken in broken_status(run_dir):
         say(f"workbench: {broken}, so how the run ended is not known; it goes on from its records", 2, err=True)
     refuse_unable(recipe)
-    _remark_on_memory(recipe)
+    _remark(recipe)
     from workbench.campaign.report import runner
 
     sys.exit(runner.resume_run(recipe, run_dir))
@@ -125,14 +125,15 @@ def sweep(recipe: str, overrides: tuple[str, ...]) -> None:
     planned, recipes = plan_sweep(recipe, overrides, checked_recipe)
     for each in recipes:
         refuse_unable(each)
-    _remark_on_memory(*recipes)
+    _remark(*recipes)
     sys.exit(run_sweep(planned, recipes))
 
 
-def _remark_on_memory(*recipes: Recipe) -> None:
-    """A line where the machine's memory may not suffice: a campaign that outgrows it is killed, minutes later."""
-    from workbench.campaign.machines.doctor import memory_remark
+def _remark(*recipes: Recipe) -> None:
+    """A line where the machine's memory may not suffice (a campaign that outgrows it is killed, minutes later), and one
+    for each setting that has no effect."""
+    from workbench.campaign.machines.doctor import idle_remarks, memory_remark
 
-    for remark in dict.fromkeys(map(memory_remark, recipes)):
-        if remark:
-            say(f"workbench: {remark}", 2, err=True)
+    remarks = [line for recipe in recipes for line in (memory_remark(recipe), *idle_remarks(recipe)) if line]
+    for remark in dict.fromkeys(remarks):
+        say(f"workbench: {remark}", 2, err=True)

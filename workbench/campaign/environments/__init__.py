@@ -72,6 +72,11 @@ def _misbehaving(environment: Environment, recipe: Recipe) -> Environment:
         return environment
     if environment.min_calls < 1:
         raise RecipeError(f"environment.misbehave: {environment.name} may make no call (min_calls 0), so no fault fits")
+    if shares.edit and environment.min_calls < 2:
+        raise RecipeError(
+            f"environment.misbehave.edit: expected 0, because {environment.name} may make one call alone (min_calls "
+            f"{environment.min_calls}), before which there is no answer to rewrite; got {shares.edit:g}"
+        )
     return Misbehaving(environment, shares, window_tokens=recipe.model.max_model_len)
 
 

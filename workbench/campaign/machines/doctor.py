@@ -18,6 +18,7 @@ from pathlib import Path
 from workbench import models
 from workbench.campaign.machines import derived, installed, machine, ray_cluster
 from workbench.campaign.machines.environment_record import gpus
+from workbench.campaign.machines.idle import idle
 from workbench.campaign.machines.machine import Finding
 from workbench.campaign.machines.placement import bundles
 from workbench.errors import ModelMissing, RecipeError, SetupError, WorkbenchError
@@ -90,11 +91,17 @@ def remarks(recipe: Recipe) -> Iterator[str]:
             yield f"{finding.what}: {finding.found}"
     if not recipe.token_capture.enabled:
         yield "token capture is off (token_capture.enabled: false): this run samples by the echo arm"
+    yield from idle_remarks(recipe)
     missing = model(recipe)
     if not missing.good and not models.may_be_elsewhere(recipe.model.path):
         raise RecipeError(f"{missing.what}: {missing.found}; {missing.cure}")
     if not missing.good:
         yield f"{missing.what}: {missing.found} on this machine; {missing.cure}"
+
+
+def idle_remarks(recipe: Recipe) -> list[str]:
+    """What the recipe sets to no effect, a line each."""
+    return [f"{key}: {why}" for key, why in idle(recipe).items()]
 
 
 def memory_remark(recipe: Recipe) -> str:

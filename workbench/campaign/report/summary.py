@@ -22,9 +22,9 @@ from workbench.inspect.custody import guessed_words
 from workbench.inspect.rejected import rejected_words
 from workbench.places import as_word
 from workbench.runs.early import MANY, count_early, early_remark
-from workbench.runs.gradient import nothing_learned
+from workbench.runs.gradient import nothing_learned, unchanged
 from workbench.runs.refused import refused_words
-from workbench.runs.shelf import finished_rollouts, guessed, token_in_rates
+from workbench.runs.shelf import counted_calls, finished_rollouts, guessed, token_in_rates
 from workbench.runs.tokens import Deltas, count_deltas
 
 _SHOWN_REJECTIONS = 12
@@ -50,7 +50,7 @@ class Summary:
     rollouts: int
     valid_rollouts: int
     calls: int
-    """Of finalised rollouts; the rates are about these."""
+    """Of finalised rollouts, of a served run all; the rates are about these, as everywhere on the page."""
     unfinished_calls: int
     """Recorded calls of rollouts that were still played when the run ended."""
     token_in_rate: float | None
@@ -115,7 +115,7 @@ class Summary:
             f"{self._taken_without_a_line()}, weight version {_dash(self.weight_version)}",
             f"  groups                     {self.groups}, rows in every group: {rows}",
             f"  rollouts                   {self.valid_rollouts} of {self.rollouts} valid, {self.calls} calls"
-            + (f" and {self.unfinished_calls} of unfinished ones" if self.unfinished_calls else ""),
+            + (f", and {self.unfinished_calls} of unfinished rollouts, in no rate" if self.unfinished_calls else ""),
             *self._left_out(),
             *self._what_was_refused(),
             f"  token_in_rate              {_dash(self.token_in_rate, '.4g')}",
@@ -212,11 +212,14 @@ def summary_of(
     steps, rollouts, campaign = run.steps, finished_rollouts(run), run.campaign.row(0, named=True)
     taken = rollouts.drop_nulls("taken_step")
     rewards = steps.sort("step")["reward_mean"].to_list()
-    calls = run.calls.join(rollouts, on="rollout_id", how="semi")
+    calls = counted_calls(run)
     rates = token_in_rates(calls)
     refused = run.refused
     valid = int((rollouts["sample_mask"] == 1).sum())
     deltas = count_deltas(run.logprobs()) if deltas is None else deltas
+    train = run.recipe.get("train") or {}
+    trained_tokens, mean_abs = deltas.mean_abs()
+    equal_tokens, equal_mean_abs = deltas.mean_abs(unchanged(steps, train))
     return Summary(
         run=run.name,
         status=outcome.status,
@@ -238,7 +241,7 @@ def summary_of(
         echo_wrong_rows=None if campaign["capture_enabled"] else int(run.groups["echo_wrong_rows"].sum()),
         heuristic_fraction=guessed(rollouts).height / valid if valid else None,
         guessed=guessed_words(rollouts, calls),
-        nothing_learned=nothing_learned(steps, rollouts, run.recipe.get("train") or {}),
+        nothing_learned=nothing_learned(steps, rollouts, train),
         ended_early=count_early(rollouts["ended_early"]),
         refused=refused.sort("requests", descending=True, maintain_order=True).to_dicts(),
         refused_words=refused_words(refused),
@@ -254,10 +257,10 @@ def summary_of(
             }
             for row in steps.iter_rows(named=True)
         ],
-        trained_tokens=deltas.tokens,
-        mean_abs_logprob_delta=deltas.total / deltas.tokens if deltas.tokens else None,
-        on_policy_tokens=deltas.equal_tokens,
-        mean_abs_logprob_delta_on_policy=deltas.equal_total / deltas.equal_tokens if deltas.equal_tokens else None,
+        trained_tokens=trained_tokens,
+        mean_abs_logprob_delta=mean_abs,
+        on_policy_tokens=equal_tokens,
+        mean_abs_logprob_delta_on_policy=equal_mean_abs,
         resumed=int(run.status.get("resumed") or 0),
         reward_first_step=rewards[0] if rewards else None,
         reward_last_step=rewards[-1] if rewards else None,

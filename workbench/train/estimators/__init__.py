@@ -42,6 +42,11 @@ def estimator(name: str, **options: object) -> Estimator:
     for option in sorted(set(options) - set(known)):
         has = ", ".join(known) or "none"
         raise TrainerError(f"{name} has no option {option}{did_you_mean(option, known)} It has: {has}.")
+    for field in fields(chosen):
+        given = options.get(field.name, field.default)
+        # A text such as "false" would be true, silently.
+        if isinstance(field.default, bool) and not isinstance(given, bool):
+            raise TrainerError(f"{name}: {field.name} is true or false, got {given!r}.")
     return chosen(**options)
 
 

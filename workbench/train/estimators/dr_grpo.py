@@ -1,6 +1,7 @@
 """Dr. GRPO: reward minus the group's mean and nothing else (Liu et al. 2025, "Understanding R1-Zero-Like Training").
 
-Its other half, no division by a response's own length, is the loss's `reduction="token"`, which is the default here.
+Its other half, no division by a response's own length, is the loss's: `reduction="constant"` to the letter; with
+`"token"`, the default here, all responses of a step share one divisor, which is their length together.
 """
 
 from __future__ import annotations

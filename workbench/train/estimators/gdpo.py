@@ -10,7 +10,7 @@ Rewards are (N, K), one column a reward; (N,) is K = 1. In a campaign the column
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,9 +41,12 @@ class Gdpo(Estimator):
     many_rewards: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        values = list(self.weights.values()) if isinstance(self.weights, Mapping) else list(self.weights or ())
-        if not all(isinstance(value, int | float) and np.isfinite(value) for value in values):
-            raise TrainerError(f"gdpo: weights are finite numbers, got {self.weights!r}.")
+        if self.weights is None:
+            return
+        given: object = self.weights.values() if isinstance(self.weights, Mapping) else self.weights
+        values = list(given) if isinstance(given, Iterable) else [None]
+        if not all(map(_is_weight, values)) or not any(values):
+            raise TrainerError(f"gdpo: weights are finite numbers, one of them not 0, got {self.weights!r}.")
 
     def __call__(self, rewards_N: np.ndarray, group_ids: Sequence[Hashable], valid_N: np.ndarray) -> np.ndarray:
         rewards_NK = rewards_N.reshape(len(rewards_N), -1)
@@ -62,3 +65,7 @@ class Gdpo(Estimator):
         if len(given) != count:
             raise TrainerError(f"gdpo: {len(given)} weights for {count} rewards.")
         return [float(weight) for weight in given]
+
+
+def _is_weight(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
