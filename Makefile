@@ -13,8 +13,10 @@ FUZZ_SECONDS ?= 600
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # The fast tests wait for a third of their time: one process more than there are cores. So many leave no core for the
 # threads of torch in each, which would spin away a fifth of it while they wait for another; `test` leaves them as they are.
-FAST_TESTS = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest -n $$(expr $$(nproc) + 1) --maxprocesses 5 --dist loadfile \
-	--no-loadscope-reorder -m "not ray and not engine and not browser and not kernel"
+# Where PYTHONDONTWRITEBYTECODE is set (as in many images), each process would compile all tests anew: a seventh of it.
+FAST_TESTS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest \
+	-n $$(expr $$(nproc) + 1) --maxprocesses 5 --dist loadfile --no-loadscope-reorder \
+	-m "not ray and not engine and not browser and not kernel and not slow"
 SOAK_GROUPS ?= 1000
 QUESTIONS ?=
 
@@ -48,7 +50,7 @@ test: models ## lint, types and all tests, those with Ray, engines and a browser
 	@$(PY) -m mypy
 	@$(PY) -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
-test-fast: models ## the tests that need no Ray, engine, kernel or browser
+test-fast: models ## the tests that need no Ray, engine, kernel or browser and are not slow
 	@$(FAST_TESTS) $(PYTEST_ARGS)
 
 soak: models ## 20 minutes of scripted campaign, every part killed [SOAK_GROUPS=1000]

@@ -261,6 +261,7 @@ def test_a_second_set_up_does_nothing(ready_checkout):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("claim", "code", "summary"), [("1 == 1", 0, "1 passed"), ("1 == 2", 2, "1 failed")])
 def test_make_test_fails_when_a_test_fails_and_ends_with_the_summary(ready_checkout, claim, code, summary):
     (ready_checkout / "workbench" / "models.py").write_text(

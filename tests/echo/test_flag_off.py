@@ -37,6 +37,7 @@ def run(folder: Path, *flags: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_flag_off_identity(tmp_path):
     switched_off = run(tmp_path / "off")

@@ -74,6 +74,7 @@ async def shared(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> Asyn
         yield shared
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_no_row_is_lost_and_no_call_is_falsely_unresolved(shared: Shared) -> None:
     slots = asyncio.Semaphore(AT_ONCE)

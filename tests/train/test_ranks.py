@@ -47,6 +47,7 @@ def one_rank(rank, address, model, folder):
     trainer.leave()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)  # two processes that import torch and transformers, on whatever machine
 def test_two_ranks_take_the_step_that_one_takes(tiny_model, tmp_path):
     from safetensors.torch import load_file

@@ -45,6 +45,7 @@ def test_the_script_shares_no_code_with_what_it_checks():
     assert "import workbench" not in SCRIPT.read_text() and "from workbench" not in SCRIPT.read_text()
 
 
+@pytest.mark.slow
 def test_a_recorded_run_equals_its_recomputation():
     folder = models.build("smollm2-135m")
     command = [sys.executable, str(SCRIPT), str(demo.recorded_run()), "--model", str(folder)]

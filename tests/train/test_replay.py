@@ -283,6 +283,7 @@ def replaying_rank(rank, address, model, folder, rows):
     learner.leave()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_ranks_replay_as_one(moe, moe_path, tmp_path):
     from safetensors.torch import load_file
