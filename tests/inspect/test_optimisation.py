@@ -127,6 +127,9 @@ def test_a_reason_that_many_signals_share_is_said_once():
     html = view(**nothing).html()
     assert html.count("no step had a token in the loss") == 1
     assert "clipped, ratio p01, median, p99, entropy (nat), mean <span" in html
+    with house_style():
+        (panel,) = view(**nothing).draw().axes
+    assert [text.get_text() for text in panel.texts] == ["no step had a token in the loss"]
     assert "no gradient" in repr(view(**nothing)) and "0.000" not in repr(view(**nothing))
 
 

@@ -387,6 +387,16 @@ def test_tokens_of_a_step_without_a_line_are_said_to_be_in_no_view_by_step(tmp_p
     assert f"Of all tokens {count} are of step 2, of which steps.jsonl has no line" in LogprobDelta(run).html()
 
 
+def test_a_step_in_which_no_rollout_was_rejected_has_no_edge_of_a_placeholder(tmp_path):
+    stored = StoredRun(tmp_path / "run")
+    stored.step(1, [["plain", "plain"]])
+    stored.step(2, [["plain", "edit"]])
+    _, rows = CaptureRate(runs.open(stored.finish())).figure().axes
+    assert [(bar.get_x() + bar.get_width() / 2, bar.get_height()) for bar in rows.patches] == [
+        pytest.approx(at) for at in ((1, 2), (2, 1), (2, 1))
+    ]
+
+
 def test_a_step_without_a_valid_reward_is_not_called_the_last_that_has_one(run):
     def said(*rewards: tuple[int, float]) -> str:
         base = {"sample_mask": 1, "group_id": "g", "index": 0, "trained_step": 1}

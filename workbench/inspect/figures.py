@@ -99,11 +99,12 @@ class CaptureRate(StaticView):
         valid = np.array(self.steps["valid"].to_list())
         rejected = np.array(self.steps["rows_seen"].to_list()) - valid
         rows.bar(steps, valid, width=0.62, color=BLUE, label="valid row")
+        thrown = rejected > 0  # a bar of no height would still have its red edge
         rows.bar(
-            steps,
-            rejected,
+            np.array(steps)[thrown],
+            rejected[thrown],
             width=0.62,
-            bottom=valid,
+            bottom=valid[thrown],
             facecolor="#faf3f6",
             edgecolor=REJECTED,
             hatch="////",

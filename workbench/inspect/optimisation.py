@@ -36,6 +36,7 @@ from workbench.inspect.style import (
 from workbench.runs.gradient import had_gradient, other_movers, unchanged
 
 _SHOWN = 40
+_NO_TOKEN = "no step had a token in the loss"
 _SMALL = 1e-3
 """An axis that ends below is marked in one format, 4.0e-05 and 1.0e-04, throughout."""
 _TICKS, _WORDS = 6, 24
@@ -162,7 +163,7 @@ class Optimisation(StaticView):
             return "no KL penalty (train.kl.coefficient is 0)"
         if self._where(pl.col("loss_tokens") > 0) or not self.steps["loss_tokens"].count():
             return "not in the lines of the run's steps.jsonl"
-        return "no step had a token in the loss"
+        return _NO_TOKEN
 
     def notes(self) -> list[str]:
         """A sentence for every bound that a step reached, and for every signal that means nothing as it is."""
@@ -242,9 +243,12 @@ class Optimisation(StaticView):
         return told
 
     def draw(self) -> Figure:
-        if self.steps.is_empty():
+        untrained = self._known("loss_tokens").height == self.steps.height and not self._where(
+            pl.col("loss_tokens") > 0
+        )
+        if self.steps.is_empty() or untrained:
             figure, (empty,) = panels(0.9)
-            say_nothing_to_show(empty, self.why_empty)
+            say_nothing_to_show(empty, _NO_TOKEN if self.steps.height else self.why_empty)
             return figure
         figure, axes = panels(8.2, rows=4, columns=2)
         drawn: tuple[tuple[str, str, Callable[[Axes], None]], ...] = (
