@@ -395,6 +395,10 @@ def test_a_step_in_which_no_rollout_was_rejected_has_no_edge_of_a_placeholder(tm
     assert [(bar.get_x() + bar.get_width() / 2, bar.get_height()) for bar in rows.patches] == [
         pytest.approx(at) for at in ((1, 2), (2, 1), (2, 1))
     ]
+    whole = StoredRun(tmp_path / "whole")
+    whole.step(1, [["plain", "plain"]])
+    _, rows = CaptureRate(runs.open(whole.finish())).figure().axes
+    assert rows.get_legend_handles_labels()[1] == ["valid row"]
 
 
 def test_a_step_without_a_valid_reward_is_not_called_the_last_that_has_one(run):

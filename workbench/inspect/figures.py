@@ -108,7 +108,7 @@ class CaptureRate(StaticView):
             facecolor="#faf3f6",
             edgecolor=REJECTED,
             hatch="////",
-            label="placeholder, no vote",
+            label="placeholder, no vote" if thrown.any() else None,
             lw=0.8,
         )
         said = [f"{ok}/{ok + bad}" for ok, bad in zip(valid, rejected, strict=True)]
