@@ -39,7 +39,10 @@ async def test_a_guessed_last_call_is_counted_and_explained(tmp_path: Path) -> N
     summary, verified, listed = await summed_up([(1, True), (1, False), (3, False)], tmp_path)
     assert summary.heuristic_fraction == pytest.approx(2 / 3)
     said = "the last call of 2 of 3 valid rollouts was named by nobody and chosen by heuristic"
-    left_out = "1 of them had other conversations too, which were left out. Next: return the served response"
+    left_out = (
+        "1 of them had other conversations too, which were left out, so that what was trained may not be what the "
+    )
+    left_out += "reward was for. Next: return the served response"
     assert f"  LAST CALLS GUESSED         {said}" in summary.text() and left_out in summary.text()
     assert summary.text().index("LAST CALLS GUESSED") < summary.text().index("notebook ")
     few = replace(summary, heuristic_fraction=0.05).text()

@@ -66,6 +66,7 @@ def test_the_summary_of_a_run_that_never_came_to_a_step_has_dashes(tmp_path):
     summary = summarise(tmp_path / "early", notebook=Path("n.ipynb"), outcome=outcome, seconds=3.0)
     assert summary.token_in_rate_after_roots is None and summary.error == "ProbeFailed: no log-probs"
     assert "token_in_rate_after_roots  –" in summary.text()
+    assert "  mean |Δ log-prob|          –, no token\n    at equal weights         –, no token\n" in summary.text()
 
 
 def test_calls_of_rollouts_that_were_still_played_are_counted_apart(tmp_path):
@@ -95,8 +96,8 @@ def test_summary_page_and_list_of_runs_count_the_same_calls(tmp_path):
     assert (row["token_in_rate"], row["token_in_rate_after_roots"]) == rates
     html = Engagement(run).html()
     assert "1 call not staged: unresolved_parent 1." in html
-    assert "Counted, here and in the summary: 5 calls of finalised rollouts. 3 more, of 1 rollout still played" in html
-    assert "2 calls left no tokens, 1 of them of a rollout that was not finalised; " in PoisonTable(run).html()
+    assert "Counted, here and in the summary: 5 calls of finalised rollouts. 3 more, of 1 rollout never " in html
+    assert "2 calls left no tokens, 1 of them of rollouts that were not finalised; " in PoisonTable(run).html()
     whole = runs.open(make_run(tmp_path / "whole"))
     assert "Counted" not in Engagement(whole).html() and "not finalised" not in PoisonTable(whole).html()
 
@@ -213,6 +214,8 @@ def test_a_run_in_which_every_rollout_was_rejected_trained_nothing_and_says_why(
     said = "6 of 6 rollouts were rejected, 6 of them as unresolved_parent: history_edited ("
     assert first.startswith(f"  nothing was trained        {said}")
     assert following.strip() == f"Next: workbench inspect {tmp_path}/run run.0.0.0"
+    failed = dataclasses.replace(summary, status="failed").text()
+    assert failed.startswith("Run run: failed, and nothing was trained (3 s)")
     assert "optimiser steps            1 taken on no row, weight version 1" in summary.text()
     assert "nothing was trained" not in summarise_one_valid(tmp_path / "other")
 
@@ -230,6 +233,8 @@ def test_the_commonest_of_some_rejections_is_told_with_how_common_it_is_and_one_
     most = said(("rollout_failed", "c d"), ("rollout_failed", "a b."), ("rollout_failed", "a b."))
     assert most.endswith("3 of them as rollout_failed, most often (2 times): a b")
     assert said(("rollout_failed", "c d"), ("rollout_failed", "a b.")).endswith("rollout_failed, for example: c d")
+    even = [("rollout_failed", "c d")] * 2 + [("rollout_failed", "a b.")] * 2
+    assert said(*even).endswith("4 of them as rollout_failed, for example: c d")
     tie = said(("unresolved_parent", None), ("ambiguous_terminal", None))
     assert tie.endswith("1 of them as ambiguous_terminal"), "the one that the table of causes has first"
 

@@ -89,6 +89,9 @@ def test_what_moves_weights_without_a_gradient_is_said_only_where_it_is_there():
     later = {"grad_norm": [0.4, 0.0, 0.0], "advantage_abs_mean": [0.1, 0.0, 0.0]}
     memory = "What moves weights there all the same: AdamW's memory of earlier gradients."
     assert of_no_advantage({"weight_decay": 0.0}, **later) == memory
+    between = {"grad_norm": [0.0, 0.4, 0.0], "advantage_abs_mean": [0.0, 0.1, 0.0]}
+    but = memory.removesuffix(".") + " (in step 1 nothing, and none was changed)."
+    assert of_no_advantage({"weight_decay": 0.0}, **between) == but
     first = {"grad_norm": [0.0, 0.0, 0.4], "advantage_abs_mean": [0.0, 0.0, 0.1]}
     assert of_no_advantage(decay, **first) == by_decay, "a gradient that came later is no memory"
     assert "the KL penalty" in of_no_advantage({"kl": {"coefficient": 0.1}}, grad_norm=[0.1] * 3)

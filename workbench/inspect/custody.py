@@ -100,7 +100,10 @@ def guessed_words(rollouts: pl.DataFrame, calls: pl.DataFrame) -> str | None:
     roots = calls.filter((pl.col("mode") == "text") & (pl.col("relation") != "chain"))
     several = chosen.join(roots, on="rollout_id", how="semi").height
     valid = int((rollouts["sample_mask"] == 1).sum())
-    left_out = f"; {several:,} of them had other conversations too, which were left out" if several else ""
+    left_out = (
+        f"; {several:,} of them had other conversations too, which were left out, so that what was trained may not be "
+        "what the reward was for"
+    ) * bool(several)
     share = f"heuristic_fraction {chosen.height / valid:.3g}"
     return (
         f"the last call of {chosen.height:,} of {valid:,} valid rollouts was named by nobody and chosen by heuristic "

@@ -185,11 +185,11 @@ class Engagement(StaticView):
         if rest.is_empty():
             return ""
         of = markup.count(rest["rollout_id"].n_unique(), "rollout")
-        state, how = ("", "will end") if self._yet else (" when the run ended", "would have ended")
+        state = "still played" if self._yet else "never finalised, as the run was stopped or failed"
         counted = markup.count(self._calls_counted.height, "call")
         return (
-            f"Counted, here and in the summary: {counted} of finalised rollouts. {rest.height:,} more, of {of} still "
-            f"played{state}, are in no number: how they {how} is not known."
+            f"Counted, here and in the summary: {counted} of finalised rollouts. {rest.height:,} more, of {of} "
+            f"{state}, are in no number: how they end is not known."
         )
 
     def _manifests(self) -> Evidence:

@@ -214,11 +214,13 @@ class Optimisation(StaticView):
 
     def _moved_all_the_same(self, steps: list[int]) -> str:
         """What else moved weights in `steps`, whose rewards gave no gradient; nothing where that is not known."""
-        if set(steps) <= unchanged(self.steps, self.train):
+        still = [step for step in steps if step in unchanged(self.steps, self.train)]
+        if still == steps:
             return " Nothing else moves weights, and none was changed."
         pushed = [row["step"] for row in self.steps.to_dicts() if had_gradient(row)]
         moved = other_movers(self.train, before=bool(pushed) and min(pushed) < max(steps))
-        return f" What moves weights there all the same: {', '.join(moved)}." if moved else ""
+        but = f" (in {markup.steps(still)} nothing, and none was changed)" if still else ""
+        return f" What moves weights there all the same: {', '.join(moved)}{but}." if moved else ""
 
     def _of_rows(self) -> list[str]:
         told = []

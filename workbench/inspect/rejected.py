@@ -22,13 +22,14 @@ from workbench.runs.shelf import finished_rollouts
 
 @dataclass(frozen=True)
 class Commonest:
-    """`count` of the rejected were for `cause`, most of these, `times`, with `detail`; `rollout_id` is one of them."""
+    """`count` of the rejected were for `cause`, most of these with `detail`, `often` as words; `rollout_id` is one of
+    them."""
 
     cause: str
     count: int
     detail: str | None
     rollout_id: str
-    times: int
+    often: str
 
     @property
     def words(self) -> str:
@@ -44,9 +45,10 @@ def commonest(rejected: Iterable[Mapping[str, Any]]) -> Commonest | None:
     counts = Counter(row["cause"] for row in rejected)
     cause = min(counts, key=lambda cause: (-counts[cause], cause))  # of equally many as PoisonTable has them
     alike = [row for row in rejected if row["cause"] == cause]
-    ((detail, times),) = Counter(row["detail"] for row in alike).most_common(1)
+    (detail, times), *rarer = Counter(row["detail"] for row in alike).most_common(2)
+    often = "" if not rarer else ", for example" if rarer[0][1] == times else f", most often ({times} times)"
     example = next(row["rollout_id"] for row in alike if row["detail"] == detail)
-    return Commonest(cause, len(alike), detail, example, times)
+    return Commonest(cause, len(alike), detail, example, often)
 
 
 def rejected_words(rejected: Collection[Mapping[str, Any]], rollouts: int) -> tuple[str, str | None]:
@@ -57,10 +59,7 @@ def rejected_words(rejected: Collection[Mapping[str, Any]], rollouts: int) -> tu
     if most is None:
         return words, None
     words += f", {f'{most.count} of them ' * (len(rejected) > 1)}as {most.cause}"
-    often = (
-        "" if most.times == most.count else f", most often ({most.times} times)" if most.times > 1 else ", for example"
-    )
-    return words + (f"{often}: {most.words.removesuffix('.')}" if most.detail else ""), most.rollout_id
+    return words + (f"{most.often}: {most.words.removesuffix('.')}" if most.detail else ""), most.rollout_id
 
 
 def nothing_trained(run_dir: Path) -> str | None:

@@ -168,7 +168,7 @@ class PoisonTable(LiveView):
             parts.append(markup.table(told, [_refused_row(row) for row in by_code(self.refused).to_dicts()]))
         if self.failures.height:
             calls = markup.count(int(self.failures["calls"].sum()), "call")
-            open_ones = f", {self.open_failures:,} of them of a rollout that was not finalised" * bool(
+            open_ones = f", {self.open_failures:,} of them of rollouts that were not finalised" * bool(
                 self.open_failures
             )
             bearing = "only those that bear on the terminal chain reject their rollout."

@@ -102,9 +102,9 @@ class Summary:
         rows = "/".join(str(n) for n in sorted(set(self.rows_per_group))) or "–"
         proofs = [proof["mean_abs_delta"] for proof in self.proofs if proof["mean_abs_delta"] is not None]
         agreed = f"{len(proofs)} passed, worst mean |Δ| {max(proofs):.4f} nat" if proofs else "–"
+        told = ", but nothing was trained" if self.status == "done" else ", and nothing was trained"
         lines = [
-            f"Run {self.run}: {self.status}{', but nothing was trained' * self.nothing_trained} "
-            f"({_minutes(self.seconds)})",
+            f"Run {self.run}: {self.status}{told * self.nothing_trained} ({_minutes(self.seconds)})",
             *(self._why_nothing_was_trained() if self.nothing_trained else []),
             *([f"  error                      {self.error}"] if self.error else []),
             *([f"  resumed                    {self.resumed} × (the time is since then)"] if self.resumed else []),
@@ -126,10 +126,8 @@ class Summary:
                 else [f"  token-echo arm             {self.echo_wrong_rows} of {self.valid_rollouts} valid rows wrong"]
             ),
             f"  sampler–trainer proofs     {agreed}",
-            f"  mean |Δ log-prob|          {_dash(self.mean_abs_logprob_delta, '.4f')} nat over "
-            f"{self.trained_tokens:,} tokens",
-            f"    at equal weights         {_dash(self.mean_abs_logprob_delta_on_policy, '.4f')} nat over "
-            f"{self.on_policy_tokens:,} tokens",
+            f"  mean |Δ log-prob|          {_mean(self.mean_abs_logprob_delta, self.trained_tokens)}",
+            f"    at equal weights         {_mean(self.mean_abs_logprob_delta_on_policy, self.on_policy_tokens)}",
             f"  reward at first step       {_dash(self.reward_first_step, '.3f')}",
             f"  reward at last step        {_dash(self.reward_last_step, '.3f')}",
             *([f"  last − first quarter       {_rise(self.reward_rise)}"] if self.reward_rise else []),
@@ -267,6 +265,10 @@ def summary_of(
         reward_rise=asdict(rise) if (rise := reward_rise(steps["reward_mean"].to_list())) else None,
         seconds=round(seconds, 1),
     )
+
+
+def _mean(mean_abs: float | None, tokens: int) -> str:
+    return f"{_dash(mean_abs, '.4f')} nat over {tokens:,} tokens" if tokens else "–, no token"
 
 
 def _rise(rise: dict[str, Any]) -> str:
