@@ -11,11 +11,11 @@ PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 600
 # Two processes on two cores; more only where there are more. What starts an engine stays in one of them (conftest.py).
 SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
-# The fast tests wait for a third of their time: one process more than there are cores. So many leave no core for the
+# The fast tests wait for a third of their time: two processes more than there are cores. So many leave no core for the
 # threads of torch in each, which would spin away a fifth of it while they wait for another; `test` leaves them as they are.
 # Where PYTHONDONTWRITEBYTECODE is set (as in many images), each process would compile all tests anew: a seventh of it.
 FAST_TESTS = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest \
-	-n $$(expr $$(nproc) + 1) --maxprocesses 5 --dist loadfile --no-loadscope-reorder \
+	-n $$(expr $$(nproc) + 2) --maxprocesses 6 --dist loadfile --no-loadscope-reorder \
 	-m "not ray and not engine and not browser and not kernel and not slow"
 SOAK_GROUPS ?= 1000
 QUESTIONS ?=

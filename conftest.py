@@ -13,6 +13,7 @@ Not here: fixtures (`tests/conftest.py`).
 from __future__ import annotations
 
 import functools
+import gc
 import re
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (_GROUPS.get(_group(_file(item.nodeid)), 3), _weight(item)))
     else:
         items.sort(key=_weight)  # stable: within a kind the order of the files stays
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what the tests import lives as long as they do; no collection need walk through it
 
 
 @pytest.hookimpl(optionalhook=True)

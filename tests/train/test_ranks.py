@@ -102,6 +102,7 @@ def one_rank_in_bfloat16(rank, address, model, folder):
     trainer.leave()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_two_ranks_in_bfloat16_score_and_step_as_one_does(tiny_model, tmp_path):
     run_on_two(one_rank_in_bfloat16, str(tiny_model), str(tmp_path))
