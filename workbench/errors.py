@@ -26,6 +26,7 @@
     ├── GatewayError                    the gateway did not answer, or answered with a failure
     ├── DeadlineExceeded                a wait ran out; names what was waited for
     ├── ComponentDied                   a process or actor is gone; names it and what was in flight
+    ├── DiskFull (also OSError)         a file could not be written for want of room
     └── RunStoreError                   a stored run is missing, damaged or being written by somebody else
 
 A bad rollout is data, not a crash: only `ReceiptRejected` and `StagingError` describe one, and both carry a `Cause`.
@@ -179,6 +180,10 @@ class DeadlineExceeded(WorkbenchError):
 
 class ComponentDied(WorkbenchError):
     """A process or actor is gone. The message names it and what was in flight."""
+
+
+class DiskFull(WorkbenchError, OSError):
+    """The disk, or a quota on it, is used up. The message names the file, what is free there and the next step."""
 
 
 class RunStoreError(WorkbenchError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import orjson
 import polars as pl
 import pytest
 from mounted import error, mount
@@ -81,6 +82,20 @@ def test_causes_rejected_rollouts_and_lost_calls_are_walked(browser: Browser, ru
     expect(search).to_be_focused()
     search.fill("no such rollout")
     expect(view.locator(".wb-table", has_text="nearest call").locator("tbody tr")).to_have_count(0)
+    assert error(page) == ""
+    page.close()
+
+
+def test_requests_that_were_refused_stand_under_the_causes(browser: Browser, tmp_path: Path) -> None:
+    stored = Path(shutil.copytree(recorded_run(), tmp_path / "run"))
+    line = {"rollout_id": "demo.0.0.0", "status": 400, "code": "not_capturable", "message": "n must be 1"}
+    (stored / "refused.jsonl").write_bytes(orjson.dumps(line) + b"\n")
+    page, _ = mount(browser, PoisonTable(runs.open(stored)).live.causes)
+    view = page.locator("[data-wb='PoisonTable']")
+    expect(view.locator(".wb-title", has_text="Requests that the gateway refused")).to_contain_text("1 in 1 rollout")
+    told = view.locator(".wb-table", has_text="refused as").locator("tbody tr")
+    for words in ("400 not_capturable", "demo.0.0.0", "n must be 1"):
+        expect(told).to_contain_text(words)
     assert error(page) == ""
     page.close()
 

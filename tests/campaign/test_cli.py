@@ -25,6 +25,7 @@ from workbench.campaign.cli import main
 from workbench.campaign.machines import doctor, installed, machine
 from workbench.campaign.machines.doctor import logical_cpus, model, port, temporary_directory
 from workbench.campaign.machines.installed import browser, torch_companions
+from workbench.campaign.run_place import new_run_dir
 from workbench.config import load_recipe, shipped_recipes
 from workbench.demo import recorded_run
 from workbench.errors import RunStoreError
@@ -489,14 +490,35 @@ def test_on_a_terminal_lines_break_between_words_and_hang(monkeypatch, capsys):
     assert [line for line in lines if line.startswith(" " * 13)], "continued lines hang below their text"
 
 
-def test_what_the_machine_says_of_a_file_is_one_line(monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "cure"),
+    [
+        (errno.ENOSPC, "make room (df -h), then give the same command again."),
+        (errno.EACCES, "another place, or the right to read and write this one."),
+        (errno.ENOTDIR, "another place, or the right to read and write this one."),
+    ],
+)
+def test_what_the_machine_says_of_a_file_is_one_line_with_the_next_step(monkeypatch, capsys, tmp_path, number, cure):
     def full(folder):
-        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+        raise OSError(number, os.strerror(number), str(folder))
 
     monkeypatch.setattr("workbench.campaign.report.listing.listing", full)
     with pytest.raises(SystemExit) as ended:
         main(["ls", str(tmp_path)])
-    assert (ended.value.code, capsys.readouterr().err) == (1, f"workbench: {tmp_path}: No space left on device\n")
+    said = f"workbench: {tmp_path}: {os.strerror(number)}. Next: {cure}\n"
+    assert (ended.value.code, capsys.readouterr().err) == (1, said)
+
+
+def test_a_sweep_where_nothing_can_be_written_is_refused_at_once(tmp_path, capsys):
+    (tmp_path / "reports").touch()
+    assert ended("sweep", "cpu_smoke", f"reports.dir={tmp_path / 'reports'}", "seed=1,2") == 2
+    assert "reports cannot be written: Not a directory; set reports.dir" in capsys.readouterr().err
+
+
+def test_asking_for_a_free_name_in_a_file_ends(tmp_path):
+    (tmp_path / "reports").touch()
+    with pytest.raises(FileExistsError):
+        new_run_dir(tmp_path / "reports", "try", claim=True)
 
 
 @pytest.mark.parametrize("user", [0, 1000])

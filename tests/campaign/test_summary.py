@@ -29,9 +29,10 @@ from workbench.config import load_recipe
 from workbench.errors import RunStoreError, SetupError
 from workbench.finalizer import parts
 from workbench.finalizer.stored import read_group
-from workbench.inspect import CaptureRate, Engagement, PoisonTable
+from workbench.inspect import CaptureRate, Engagement, PoisonTable, SweepView
 from workbench.inspect.rejected import nothing_trained, rejected_words
 from workbench.runs import schema
+from workbench.runs.gradient import NO_GRADIENT
 from workbench.runs.shelf import overview
 from workbench.runs.writer import RunWriter
 
@@ -267,6 +268,9 @@ def test_a_run_in_which_no_step_had_a_gradient_says_so_on_top_and_keeps_its_stat
     assert repr(run).endswith("NOTHING LEARNED") and Engagement(run).remarks() == [
         (f"NOTHING LEARNED: {ends(first)}", True)
     ]
+    assert list_lines(listing(tmp_path))[2].strip() == f"NOTHING LEARNED: {NO_GRADIENT}"
+    sweep = SweepView(tmp_path)
+    assert sweep.sentence() == "1 run · 1 done · NOTHING LEARNED in 1 of them" and "NOTHING LEARNED" in sweep.html()
 
     alone = StoredRun(tmp_path / "alone")
     alone.step(1, [["plain", *["edit"] * 7], ["edit"] * 7 + ["plain"]])
@@ -477,6 +481,21 @@ def test_a_recorded_run_is_small_verifies_and_names_no_path_of_this_machine(tmp_
     assert size <= 350_000
     texts = [p.read_text() for p in target.rglob("*") if p.suffix in (".json", ".jsonl", ".yaml")]
     assert not any(str(tmp_path) in text for text in texts)
+
+
+def test_a_recorded_run_has_the_groups_that_its_steps_took_whenever_they_were_sampled(tmp_path, monkeypatch):
+    stored = StoredRun(tmp_path / "stored")
+    made = [stored.group(step, number, ["plain", "retry"]) for number, step in enumerate((1, 1, 2))]
+    stored.take(1, [made[0], made[2]])  # the third was sampled for step 2, the second waits
+    stored.take(2, [made[1]])
+    stored.finish()
+    whole = record_demo(stored.run_dir, tmp_path / "whole")
+    size = sum(path.stat().st_size for path in whole.rglob("*") if path.is_file())
+    monkeypatch.setattr("workbench.campaign.record_demo.MAX_BYTES", size - 1)
+    copy = runs.open(record_demo(stored.run_dir, tmp_path / "demo"))
+    taken = {made[0].group_id, made[2].group_id}
+    assert copy.steps["step"].to_list() == [1]
+    assert set(copy.rollouts["group_id"]) == set(copy.groups["group_id"]) == taken
 
 
 def test_a_run_of_which_not_even_a_step_is_small_enough_is_not_recorded(tmp_path, monkeypatch):

@@ -11,13 +11,14 @@ import polars as pl
 import pytest
 import pytest_asyncio
 
+from conftest import until
 from workbench.campaign.served.refusal_lines import RefusalLines, line_of
 from workbench.gateway import refused_log
 from workbench.gateway.app import Gateway
 from workbench.gateway.settings import GatewaySettings
 from workbench.ledger import LedgerStore
 from workbench.runs.frames import scan_lines
-from workbench.runs.refused import REFUSED_FILE, refused_frame
+from workbench.runs.refused import REFUSED_FILE, is_cut, refused_frame, refused_words
 
 CHAT = "/ng-rollout/{}/v1/chat/completions"
 ASK = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -111,6 +112,37 @@ async def test_a_flood_of_refusals_is_a_few_lines_and_a_file_of_bounded_size(
     monkeypatch.setattr(refused_log, "MOST_BYTES", 1)
     await agent.post(CHAT.format("a.1"), json=ASK | {"n": 2})
     assert len(shown(tmp_path)) == refused_log.BURST + 3
+
+
+async def test_what_was_only_counted_is_told_when_the_window_is_over_though_nobody_asks_again(
+    agent: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refused_log, "WINDOW_S", 0.5)
+    for _ in range(2 * refused_log.BURST):
+        await agent.post(CHAT.format("a.1"), json=ASK | {"n": 2})
+    path = tmp_path / REFUSED_FILE
+
+    def told() -> int:
+        return sum(line.get("times", "status" in line) for line in scan_lines(path).rows)
+
+    # The gateway is not closed, as where it is killed.
+    await until(lambda: told() == 2 * refused_log.BURST, "the counts are in the file")
+
+
+async def test_a_file_of_refusals_that_is_full_says_so_once_and_so_does_the_run(
+    agent: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refused_log, "MOST_BYTES", 300)
+    for _ in range(5):
+        await agent.post(CHAT.format("a.1"), json=ASK | {"n": 2})
+    *_, last = shown(tmp_path)
+    assert last == "REFUSED more is only counted from now on, in /metrics: the file of refusals is full (300 bytes)"
+    lines = scan_lines(tmp_path / REFUSED_FILE).rows
+    assert [line.get("full_at_bytes") for line in lines[-2:]] == [None, 300] and len(lines) < 5
+    refused = refused_frame(lines, pl.DataFrame(schema={"rollout_id": pl.String, "detail": pl.String}))
+    told = refused_words(refused, cut=is_cut(lines))
+    assert told is not None and told.startswith(f"at least {len(lines) - 1} in 1 rollout: not_capturable")
+    assert told.endswith("; refused.jsonl was full then, later ones are not in it")
 
 
 async def test_every_refusal_of_a_flood_is_counted_with_its_rollout(tmp_path: Path) -> None:

@@ -38,6 +38,15 @@ def start_group(stored: StoredRun, group_id: str) -> float:
     return runs.open(stored.run_dir).events["at"].max()
 
 
+@pytest.mark.parametrize("state", ["done", "failed", "stopped"])
+def test_of_a_run_that_has_ended_no_step_is_still_to_come(stored, state):
+    stored.writer.status(status=state)
+    stored.writer.close()
+    frame = CampaignBoard(runs.open(stored.run_dir)).frame
+    assert frame["no_step"] == "no optimiser step"
+    assert all("yet" not in (tile["why"] or "") for tile in frame["tiles"])
+
+
 def test_a_board_follows_a_run_as_it_is_written(stored):
     run = runs.open(stored.run_dir)
     board = CampaignBoard(run)

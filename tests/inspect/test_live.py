@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 
 import numpy as np
+import orjson
 import polars as pl
 import pytest
 from stored_run import END, START, StoredRun, encode, make_run
@@ -191,6 +192,22 @@ def test_a_call_without_tokens_says_why(run):
     lost = run.calls.filter((pl.col("rollout_id") == "stored.1.1.0") & (pl.col("relation") == "unresolved"))
     live.chain.selected = lost["model_call_id"][0]
     assert live.tokens.block == b"" and "no staged tokens" in live.tokens.missing
+
+
+def test_requests_that_were_refused_are_in_the_live_causes_as_in_the_static_ones(tmp_path):
+    stored = make_run(tmp_path / "run", steps=1)
+    line = {"at": 1.0, "rollout_id": "run.0.0.0", "status": 400, "code": "not_capturable", "message": "n must be 1"}
+    (stored / "refused.jsonl").write_bytes(orjson.dumps(line) + b"\n")
+    table = PoisonTable(runs.open(stored))
+    causes = table.live.causes
+    assert causes.refused_words in table.html() and causes.refused_words.endswith("1 in 1 rollout: not_capturable (1).")
+    (told,) = causes.refused
+    assert (told["code"], told["requests"], told["example"], told["message"]) == (
+        "not_capturable",
+        1,
+        "run.0.0.0",
+        "n must be 1",
+    )
 
 
 def test_choosing_a_rejected_rollout_opens_its_chain(run):

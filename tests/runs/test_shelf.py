@@ -59,3 +59,13 @@ def test_a_served_run_has_no_step_of_a_plan_to_train(tmp_path):
 def test_a_run_itself_is_a_shelf_of_one(tmp_path):
     run = shutil.copytree(demo.recorded_run(), tmp_path / "run")
     assert run_directories(run) == [run]
+
+
+def test_a_reason_that_is_too_long_for_the_list_ends_between_two_words(tmp_path):
+    run = Path(shutil.copytree(demo.recorded_run(), tmp_path / "failed"))
+    status = orjson.loads((run / "status.json").read_bytes())
+    why = "the trainer ended " + "because of something that nobody expected " * 6
+    (run / "status.json").write_bytes(orjson.dumps({**status, "status": "failed", "error": why}))
+    told = list_lines(overview([run]))[2].strip().partition("the trainer")
+    said = told[1] + told[2]
+    assert said.endswith(" …") and len(said) <= 160 and f"{why} ".startswith(f"{said.removesuffix(' …')} ")

@@ -99,6 +99,7 @@ def test_a_disk_that_does_not_take_the_status_is_said_at_the_next_one(tmp_path, 
 
 FULL_DISK = """
 import resource, signal, sys
+from workbench.errors import DiskFull
 from workbench.runs.writer import RunWriter
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -107,7 +108,7 @@ run.event("started")
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
 try:
     run.event("group_started", group_id="g" * 200)
-except OSError as error:
+except DiskFull as error:
     print(error)
     run.event("failed")
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -116,7 +117,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM
 
 def test_a_line_that_a_full_disk_takes_half_of_is_an_error_at_once_and_not_there(tmp_path):
     done = subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert "bytes were written: 'events.jsonl'" in done.stdout
+    assert done.stdout.startswith(f"the disk is full: {tmp_path / 'events.jsonl'} could not be written, and ")
     assert [event["kind"] for event in lines(tmp_path / "events.jsonl")] == ["started", "failed"]
 
 

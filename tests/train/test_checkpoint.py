@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from train.samples import MemoryRows, row, store_group
 
-from workbench.errors import RunStoreError, TrainerError
+from workbench.errors import DiskFull, RunStoreError, TrainerError
 from workbench.train import Trainer, checkpoint, publish
 from workbench.train.restore import check_same_weights, newest_checkpoint, stored_step
 
@@ -220,14 +220,12 @@ def test_a_full_disk_is_said_with_what_was_wanted_and_what_is_free(save, trainer
         raise error
 
     monkeypatch.setattr(publish, "save_file", full)
-    with pytest.raises(
-        TrainerError, match=r"^the disk is full: .*/step-3 takes 0\.0 MB, and [\d,.]+ MB are free there"
-    ):
+    with pytest.raises(DiskFull, match=r"^the disk is full: .*/step-3 takes 0\.0 MB, and [\d,.]+ MB are free there"):
         save(3)
     learner = trainer(publish_dtype="float32")
     wanted = sum(weight.numel() for weight in learner.float32_weights().values()) * 4 / 1e6
     said = rf"/weights/v1 takes {wanted:,.1f} MB, .* Next: make room there, then .* workbench resume"
-    with pytest.raises(TrainerError, match=said):
+    with pytest.raises(DiskFull, match=said):
         learner.publish(1)
     assert list(tmp_path.glob("**/.*")) == []
 

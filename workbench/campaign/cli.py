@@ -19,8 +19,10 @@ from workbench import __version__
 from workbench.campaign.commands import looking, preparing, running
 from workbench.campaign.commands.given import say
 from workbench.errors import WorkbenchError
+from workbench.full_disk import is_full
 
-NOT_OURS = (errno.EACCES, errno.EROFS, errno.ENOSPC, errno.EDQUOT)
+NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+RIGHTS = "another place, or the right to read and write this one"
 _COMMANDS = (
     running.run,
     running.serve_recipe,
@@ -56,9 +58,10 @@ class _Workbench(click.Group):
             sys.exit(error.exit_code)
         except OSError as error:
             # The machine's word about a file of the user's; anything else would be a fault of ours.
-            if error.errno not in NOT_OURS or os.environ.get("WORKBENCH_DEBUG") == "1":
+            if not (is_full(error) or error.errno in NOT_OURS) or os.environ.get("WORKBENCH_DEBUG") == "1":
                 raise
-            click.echo(f"workbench: {error.filename or 'a file'}: {error.strerror}", err=True)
+            cure = "make room (df -h), then give the same command again" if is_full(error) else RIGHTS
+            say(f"workbench: {error.filename or 'a file'}: {error.strerror}. Next: {cure}.", 2, err=True)
             sys.exit(1)
         except click.ClickException as error:
             error.show()

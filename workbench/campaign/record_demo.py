@@ -61,8 +61,10 @@ def record_demo(source: Path, target: Path = _DEFAULT) -> Path:
 
 
 def _copy(run: runs.Run, target: Path, steps: set[int]) -> None:
-    groups = run.groups.filter(pl.col("step").is_in(steps))["group_id"].to_list()
-    rollouts = run.rollouts.filter(pl.col("group_id").is_in(groups))["rollout_id"].to_list()
+    whole = steps == set(run.steps["step"])
+    taken = run.rollouts.filter(pl.col("taken_step").is_in(steps) | (pl.col("taken_step").is_null() & whole))
+    groups = taken["group_id"].unique(maintain_order=True).to_list()
+    rollouts = taken["rollout_id"].to_list()
     for kind, names in (
         ("calls", [f"{group}.parquet" for group in groups]),
         ("rows", [f"{group}.parquet" for group in groups]),
@@ -77,7 +79,6 @@ def _copy(run: runs.Run, target: Path, steps: set[int]) -> None:
     target.mkdir(parents=True, exist_ok=True)
     if (run.path / "recipe.yaml").exists():
         (target / "recipe.yaml").write_text(_public((run.path / "recipe.yaml").read_text()))
-    whole = steps == set(run.steps["step"])
     kept = {"step": steps, "group_id": set(groups)}
     for name in ("steps", "groups", "events"):
         lines = [_public(row) for row in read_lines(run.path / f"{name}.jsonl") if _belongs(row, kept)]
@@ -95,7 +96,9 @@ def _copy_file(source: Path, target: Path) -> None:
 
 
 def _belongs(row: dict[str, Any], kept: dict[str, set[Any]]) -> bool:
-    return all(row.get(name) is None or row[name] in values for name, values in kept.items() if name in row)
+    """A line of a group by its group, whose `step` is the one it was sampled for; any other by its step."""
+    name = "step" if row.get("group_id") is None else "group_id"
+    return row.get(name) is None or row[name] in kept[name]
 
 
 def _public(value: Any) -> Any:

@@ -63,13 +63,14 @@ def new_run_dir(reports: Path | str, name: str, *, named: bool = False, claim: b
         if (reports / name).exists() and not (reports / name).is_dir():
             raise SetupError(f"{reports / name} is a file, and a run is a directory. Next: choose another name.")
         return reports / name
+    if claim:
+        reports.mkdir(parents=True, exist_ok=True)  # an error here is none of a name that is taken
     for number in itertools.count(1):
         run_dir = reports / f"{name}-{number}"
         if run_dir.exists():
             continue
         with contextlib.suppress(FileExistsError):
             if claim:
-                reports.mkdir(parents=True, exist_ok=True)
                 run_dir.mkdir()
             return run_dir
     raise AssertionError("there is always another number")

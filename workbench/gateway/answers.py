@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from workbench.full_disk import told_when_full
 from workbench.ledger.journal import sync_directory
 
 SUFFIX = ".answers"
@@ -41,19 +42,20 @@ class AnswerFile:
     def keep(self, raw: bytes) -> Iterator[Place]:
         """Append an answer. Durable once the block is left; what the block makes durable costs little extra then."""
         created = not self.path.exists()
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            if created:
-                # The name of a new file is durable only once its directory is.
-                sync_directory(self.path.parent)
-            at = os.lseek(fd, 0, os.SEEK_END)
-            view = memoryview(raw)
-            while view:
-                view = view[os.write(fd, view) :]
-            yield Place(at, len(raw), sha256(raw).hexdigest())
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        with told_when_full(self.path):
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                if created:
+                    # The name of a new file is durable only once its directory is.
+                    sync_directory(self.path.parent)
+                at = os.lseek(fd, 0, os.SEEK_END)
+                view = memoryview(raw)
+                while view:
+                    view = view[os.write(fd, view) :]
+                yield Place(at, len(raw), sha256(raw).hexdigest())
+                os.fsync(fd)
+            finally:
+                os.close(fd)
 
     def read(self, place: Place) -> bytes | None:
         """The bytes at a place, or None: they were never whole, or are no longer kept."""

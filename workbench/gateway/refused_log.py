@@ -2,14 +2,16 @@
 and that a run's refusals are counted from.
 
 Every refusal is counted (metrics); the file gets a JSON line each, at most `BURST` in `WINDOW_S` seconds a process,
-then one that says so, and later one a rollout and code with how often (`times`). Of a field that an agent set and the
-recipe replaces, the first request has a line. Invariant: nothing of a request's headers and body but such a field's
-value, cut to `LONGEST_VALUE` characters, and what the refusal's own words quote, cut to `LONGEST`. Not here: calls that
-were admitted and failed (they have rows in the ledger), showing and counting the lines.
+then one that says so, and when the window is over one a rollout and code with how often (`times`): a gateway that is
+killed loses the counts of one window at most. A file of `MOST_BYTES` ends with a line that says so. Of a field that an
+agent set and the recipe replaces, the first request has a line. Invariant: nothing of a request's headers and body but
+such a field's value, cut to `LONGEST_VALUE` characters, and what the refusal's own words quote, cut to `LONGEST`.
+Not here: calls that were admitted and failed (they have rows in the ledger), showing and counting the lines.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections import Counter
@@ -39,6 +41,7 @@ class RefusedLog:
         self._window_began = -WINDOW_S
         self._written = 0
         self._counted: Counter[tuple[str | None, int, str]] = Counter()
+        self._telling: asyncio.TimerHandle | None = None
         self._changed: set[str] = set()
 
     def note(self, refused: Refused, request: Request) -> None:
@@ -56,7 +59,9 @@ class RefusedLog:
                           "message": _plain(refused.message)})  # fmt: skip
             return
         if self._written == BURST + 1:
-            self._append({"more_within_s": round(WINDOW_S - (now - self._window_began), 1)})
+            left_s = WINDOW_S - (now - self._window_began)
+            self._append({"more_within_s": round(left_s, 1)})
+            self._telling = asyncio.get_running_loop().call_later(left_s, self.tell_counted)
         # A name that an agent made up costs memory only so often.
         rollout_id = _rollout_of(request) if len(self._counted) < MOST_COUNTED else None
         self._counted[rollout_id, refused.status, refused.code] += 1
@@ -66,6 +71,8 @@ class RefusedLog:
         for (rollout_id, status, code), times in self._counted.items():
             self._append({"rollout_id": rollout_id, "status": status, "code": code, "times": times})
         self._counted.clear()
+        if self._telling is not None:
+            self._telling.cancel()
 
     def changed(self, rollout_id: str, field: str, came: object, used: object) -> None:
         """The field of a request came as `came` and goes to the worker as `used`; None: it is left out."""
@@ -81,8 +88,12 @@ class RefusedLog:
             # One write to a file that is open for appending: the processes of one gateway share it.
             handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
-                if os.fstat(handle).st_size < MOST_BYTES:
-                    os.write(handle, orjson.dumps({"at": time.time(), **line}) + b"\n")
+                size = os.fstat(handle).st_size
+                if size < MOST_BYTES:
+                    text = orjson.dumps({"at": time.time(), **line}) + b"\n"
+                    if size + len(text) >= MOST_BYTES:
+                        text += orjson.dumps({"at": time.time(), "full_at_bytes": MOST_BYTES}) + b"\n"
+                    os.write(handle, text)
             finally:
                 os.close(handle)
         except OSError:

@@ -21,7 +21,7 @@ _LAST_STEPS = 200
 _SHOWN_GROUPS = 12
 _GIVEN_UP = frozenset({"group_replaced", "group_evicted"})
 _PHASES = ("rollout_s", "train_s", "publish_s", "sync_s")
-_NO_STEP = "no optimiser step yet"
+_NO_STEP = "no optimiser step"
 _NOT_IN_STEP = "the step has none"
 _ENDED = {
     "done": "the run is done",
@@ -57,7 +57,7 @@ def board_frame(run: Any, now: float) -> dict[str, Any]:
         "in_flight": len(flying),
         "causes": _causes(groups),
         "calls": calls,
-        "no_step": "a served run has no steps" if run.served else _NO_STEP,
+        "no_step": "a served run has no steps" if run.served else _no_step(campaign["state"]),
         "series": _series(steps),
     }
 
@@ -120,7 +120,7 @@ def _tiles(
     seconds = sum(last.get(phase) or 0.0 for phase in _PHASES)
     rate = last["sampled_tokens"] / seconds if seconds and last.get("sampled_tokens") is not None else None
     unit = "tokens/s sampled, last step"
-    missing = _NOT_IN_STEP if last else _NO_STEP
+    missing = _NOT_IN_STEP if last else _no_step(campaign["state"])
     return [
         _tile("groups in flight", f"{len(flying):,}" if running else None, idle),
         _tile("oldest running rollout", f"{oldest['rollout']}, {clock(oldest['age_s'])}" if oldest else None, idle),
@@ -130,9 +130,14 @@ def _tiles(
         _tile("staleness (versions), last step", _number(last.get("staleness_max"), ",d"), missing),
         _tile("rollouts valid", f"{campaign['valid_rollouts']:,} of {campaign['rollouts']:,}", ""),
         _tile("groups finalised", f"{campaign['groups']:,}", ""),
-        _tile("weight version", _number(campaign["weight_version"], ",d"), _NO_STEP),
+        _tile("weight version", _number(campaign["weight_version"], ",d"), _no_step(campaign["state"])),
         *_guessed(groups),
     ]
+
+
+def _no_step(state: str) -> str:
+    """Of a run that has ended none is still to come."""
+    return f"{_NO_STEP}{'' if state in _ENDED else ' yet'}"
 
 
 def _tile(label: str, value: str | None, why: str) -> dict[str, Any]:

@@ -123,6 +123,16 @@ def count(number: int, singular: str, plural: str | None = None) -> str:
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
+def cut(text: str, letters: int) -> str:
+    """`text` in one line of at most `letters`; what does not fit ends between two words, with an ellipsis."""
+    line = " ".join(text.split())
+    if len(line) <= letters:
+        return line
+    kept = line[: letters - 1]
+    whole = kept.rpartition(" ")[0]
+    return f"{whole} …" if len(whole) > letters // 2 else f"{kept}…"
+
+
 def yet(run: Any) -> str:
     """ " yet" of a run that may still come to it; nothing of one that has ended, by its own word or by its death."""
     status, path = getattr(run, "status", None) or {}, getattr(run, "path", None)

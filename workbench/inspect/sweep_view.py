@@ -25,6 +25,7 @@ from workbench.runs.sweeps import SWEEP_FILE, open_sweep
 _DRAWN = 12
 _HALF_LINE = 30
 """Characters of a run's name that leave room for another beside it."""
+_LETTERS = 120
 _NOT_BEGUN = "not begun"
 
 
@@ -55,7 +56,9 @@ class SweepView(StaticView):
         states = self.table.group_by("status", maintain_order=True).len()
         said = ", ".join(f"{row['len']} {row['status']}" for row in states.iter_rows(named=True))
         over = f" over {', '.join(self.keys)}" if self.keys else ""
-        return f"{markup.count(self.table.height, 'run')}{over} · {said}{self._best()}"
+        nothing = int(self.table["learned_nothing"].sum())
+        learned = f" · NOTHING LEARNED in {nothing} of them" if nothing else ""
+        return f"{markup.count(self.table.height, 'run')}{over} · {said}{learned}{self._best()}"
 
     def _best(self) -> str:
         # A served run has a reward and no step.
@@ -114,13 +117,15 @@ class SweepView(StaticView):
         return [
             row["run"],
             *(str(row[key]) for key in self.keys),
-            markup.Cell(status, strong=row["status"] != "done"),
+            markup.Cell(
+                status, strong=row["status"] != "done", under="NOTHING LEARNED" if row["learned_nothing"] else ""
+            ),
             _number(row["step"] if row["steps"] is None else f"{row['step']}/{row['steps']}"),
             _number(row["reward"], ".3f"),
             _number(row["token_in_rate"], ".4g"),
             _number(row["token_in_rate_after_roots"], ".4g"),
             _number(row["rejected"], "d"),
-            markup.Cell((row["error"] or "")[:120], muted=True),
+            markup.Cell(markup.cut(row["error"] or "", _LETTERS), muted=True),
         ]
 
 

@@ -97,6 +97,8 @@ class PoisonTable(LiveView):
         self.refused = None if refused is None else refused.filter(by="gateway")
         """Requests that the gateway refused, a row a rollout and reason (those of the engine are among the failures);
         None where the source keeps none, as a ledger."""
+        said = None if self.refused is None else refused_words(self.refused, cut=run.refused_cut)
+        self.refused_words = said and f"Requests that the gateway refused, and of which there is no call: {said}."
         self.last_step: int = max(rollouts["taken_step"].drop_nulls().to_list(), default=0)
         self.by_step = (
             rejected.drop_nulls("step").group_by("cause", "step").agg(pl.len().cast(pl.Int64).alias("rollouts"))
@@ -162,8 +164,8 @@ class PoisonTable(LiveView):
             parts += [self._details_of(row) for row in self.causes.to_dicts() if row["details"] > 1]
         if self.early:
             parts.append(markup.line(f"Ended early, with a vote all the same: {early_words(self.early, self.total)}."))
-        if self.refused is not None and (words := refused_words(self.refused)) is not None:
-            parts.append(markup.line(f"Requests that the gateway refused, and of which there is no call: {words}."))
+        if self.refused is not None and self.refused_words:
+            parts.append(markup.line(self.refused_words))
             told = ("refused as", "requests", "rollouts", "example", "what it was told first")
             parts.append(markup.table(told, [_refused_row(row) for row in by_code(self.refused).to_dicts()]))
         if self.failures.height:

@@ -22,6 +22,7 @@ from typing import Any
 import orjson
 
 from workbench.errors import LedgerCorrupt
+from workbench.full_disk import told_when_full
 
 
 class Journal:
@@ -66,7 +67,7 @@ class Journal:
 
         `append(row, durable=False)` leaves out the fsync: the line outlives this process, not the machine.
         """
-        with self._opened(os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX) as fd:
+        with told_when_full(self.path), self._opened(os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX) as fd:
             if not self._named:
                 # The name of a file is durable only once its directory is, and whoever made it may have died before.
                 sync_directory(self.path.parent)
@@ -171,16 +172,17 @@ def append_beside(path: Path, line: bytes) -> None:
 
     A line that somebody died in is ended first, or it would take this one along.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        size = os.fstat(fd).st_size
-        torn = size and os.pread(fd, 1, size - 1) != b"\n"
-        view = memoryview(b"%b%b\n" % (b"\n" if torn else b"", line))
-        while view:
-            view = view[os.write(fd, view) :]
-    finally:
-        os.close(fd)
+    with told_when_full(path):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            size = os.fstat(fd).st_size
+            torn = size and os.pread(fd, 1, size - 1) != b"\n"
+            view = memoryview(b"%b%b\n" % (b"\n" if torn else b"", line))
+            while view:
+                view = view[os.write(fd, view) :]
+        finally:
+            os.close(fd)
 
 
 def sync_directory(directory: Path) -> None:

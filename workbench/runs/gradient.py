@@ -13,6 +13,8 @@ from typing import Any
 
 import polars as pl
 
+NO_GRADIENT = "no optimiser step had a gradient from a reward"
+
 
 def had_gradient(step: Mapping[str, Any]) -> bool:
     """Whether a step's gradient, from rewards or the KL penalty, may have been other than 0."""
@@ -56,7 +58,7 @@ def nothing_learned(steps: pl.DataFrame, rollouts: pl.DataFrame, train: Mapping[
         next_step = "see why the others have no vote (PoisonTable, Optimisation), or more train.rollouts_per_group"
     moved = other_movers(train, before=False)
     moved_words = f"; only {' and '.join(moved)} moved the weights" if moved else ""
-    return f"no optimiser step had a gradient from a reward: {why}{moved_words}. Next, if not meant: {next_step}"
+    return f"{NO_GRADIENT}: {why}{moved_words}. Next, if not meant: {next_step}"
 
 
 def other_movers(train: Mapping[str, Any], *, before: bool) -> list[str]:

@@ -39,7 +39,7 @@ from workbench.runs.damage import in_short, lost_log, torn_lines
 from workbench.runs.files import RunFiles
 from workbench.runs.finding import find, is_run, no_run
 from workbench.runs.gradient import learned_nothing
-from workbench.runs.refused import refused_frame
+from workbench.runs.refused import is_cut, refused_frame
 from workbench.runs.staged import staged_call
 from workbench.runs.tokens import call_path_tokens, row_tokens, sampled_logprobs
 from workbench.runs.trained import trained_steps, with_steps
@@ -202,6 +202,11 @@ class Run:
     def refused(self) -> pl.DataFrame:
         """One row a rollout and reason for which requests of its agent were refused; columns: `runs.refused`."""
         return refused_frame(self._files.lines("refused"), self.calls)
+
+    @property
+    def refused_cut(self) -> bool:
+        """Whether more was refused than `refused` has, because the gateways' file of refusals was full."""
+        return is_cut(self._files.lines("refused"))
 
     # -- on demand ---------------------------------------------------------------------------------------------
 

@@ -41,17 +41,24 @@ def refused_frame(lines: Iterable[Mapping[str, Any]], calls: pl.DataFrame) -> pl
     return summed.sort("rollout_id", "code", nulls_last=True)
 
 
-def refused_words(refused: pl.DataFrame) -> str | None:
-    """`7 in 3 rollouts: content_not_read (5), worker_error (2)`; None for none."""
+def is_cut(lines: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether the gateways' file was full before the run was over, so that more was refused than it tells."""
+    return any("full_at_bytes" in line for line in lines)
+
+
+def refused_words(refused: pl.DataFrame, *, cut: bool = False) -> str | None:
+    """`7 in 3 rollouts: content_not_read (5), worker_error (2)`; None for none. `cut`: as `is_cut`."""
     if refused.is_empty():
         return None
     codes = by_code(refused)
     reasons = [f"{code} ({requests:,})" for code, requests in codes.select("code", "requests").head(_SHOWN).iter_rows()]
     more = f" and {codes.height - _SHOWN} more codes" if codes.height > _SHOWN else ""
     rollouts = refused["rollout_id"].drop_nulls().n_unique()
+    at_least = "at least " if cut else ""
+    full = f"; {REFUSED_FILE} was full then, later ones are not in it" if cut else ""
     return (
-        f"{refused['requests'].sum():,} in {rollouts:,} rollout{'' if rollouts == 1 else 's'}: "
-        f"{', '.join(reasons)}{more}"
+        f"{at_least}{refused['requests'].sum():,} in {rollouts:,} rollout{'' if rollouts == 1 else 's'}: "
+        f"{', '.join(reasons)}{more}{full}"
     )
 
 

@@ -16,6 +16,7 @@ import polars as pl
 
 from workbench.runs import reader
 from workbench.runs.damage import in_short
+from workbench.runs.gradient import learned_nothing
 
 COLUMNS = {
     "run": pl.String,
@@ -30,6 +31,7 @@ COLUMNS = {
     "rollouts": pl.Int64,
     "guessed": pl.Int64,  # valid rollouts whose last call nobody named
     "ended_early": pl.Int64,
+    "learned_nothing": pl.Boolean,  # steps were taken, and none had a gradient from a reward; null of a served run
     "started_at": pl.Float64,  # Unix time, s
     "error": pl.String,
     "path": pl.String,
@@ -105,6 +107,7 @@ def _read(run: reader.Run) -> dict[str, Any]:
         "rollouts": rollouts.height,
         "guessed": guessed(rollouts).height,
         "ended_early": rollouts["ended_early"].count(),
+        "learned_nothing": None if served else learned_nothing(steps, rollouts),
         "started_at": campaign["started_at"],
         "error": campaign["error"] or in_short(run.damage, run.path).removeprefix(" · ") or None,
         "path": str(run.path),

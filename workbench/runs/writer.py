@@ -27,6 +27,7 @@ from typing import IO, Any
 import orjson
 
 from workbench.errors import RunStoreError, SetupError
+from workbench.full_disk import told_when_full
 from workbench.runs import schema
 from workbench.runs.finding import is_run
 
@@ -41,19 +42,22 @@ def dumps(value: Any) -> bytes:
 
 @contextlib.contextmanager
 def atomic_file(path: Path) -> Iterator[IO[bytes]]:
-    """Yield a file that takes `path`'s place, fsynced, when the block ends; on an error `path` is left as it was."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Yield a file that takes `path`'s place, fsynced, when the block ends; on an error `path` is left as it was.
+
+    Raises DiskFull where there is no room."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        with temporary.open("wb") as handle:
-            yield handle
-            handle.flush()
-            os.fsync(handle.fileno())
-        temporary.replace(path)
-        sync_to_disk(path.parent)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with told_when_full(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as handle:
+                yield handle
+                handle.flush()
+                os.fsync(handle.fileno())
+            temporary.replace(path)
+            sync_to_disk(path.parent)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
 
 
 def sync_to_disk(path: Path) -> None:
@@ -248,10 +252,11 @@ class RunWriter:
             if self._closed:
                 raise RunStoreError(f"run {self.run_dir} is closed; the {name} line {line[:120]!r} was not written")
             file = self._files[name]
-            written = file.write(line)
-            if written != len(line):  # a full disk takes a part, and says so only at the next write
-                file.truncate(file.seek(0, os.SEEK_END) - written)
-                raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes were written", f"{name}.jsonl")
+            with told_when_full(self.run_dir / f"{name}.jsonl"):
+                written = file.write(line)
+                if written != len(line):  # a full disk takes a part, and says so only at the next write
+                    file.truncate(file.seek(0, os.SEEK_END) - written)
+                    raise OSError(errno.ENOSPC, f"{written} of {len(line)} bytes were written")
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append `{"at": Unix time, "kind": kind, **fields}` to events.jsonl."""

@@ -59,7 +59,7 @@ def save(
     """Write `directory`/step-<step> and return it; of lower steps all but the last `keep` − 1 are removed.
 
     `weights` are float32 by parameter name, a tied one once; `source` is the model folder they started from.
-    Raises TrainerError where the disk is full.
+    Raises DiskFull where there is no room.
     """
     target = _folder(directory, step)
     state = {f"{name}.{key}": value for name, values in optimizer.items() for key, value in values.items()}

@@ -10,7 +10,6 @@ last `KEPT` stay: the engine may still be reading the one before.
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import re
 import shutil
@@ -20,14 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from workbench.errors import TrainerError
+from workbench.full_disk import told_when_full
 from workbench.runs.writer import sync_to_disk
 
 KEPT = 2
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 WEIGHT_SUFFIXES = {".safetensors", ".bin", ".gguf", ".pt", ".pth"}
 
 
@@ -41,7 +38,7 @@ def publish(
     """Write `directory`/v<version> and return it; lower versions beyond the last `KEPT` are removed. A repeat replaces.
 
     `weights` by name, a tied one once; `source` is the model folder that everything else is copied from.
-    Raises TrainerError where the disk is full.
+    Raises DiskFull where there is no room.
     """
     target = directory / f"v{version}"
     with whole_folder(target, sum(weight.numel() for weight in weights.values()) * dtype.itemsize) as draft:
@@ -77,25 +74,10 @@ def whole_folder(target: Path, takes_bytes: int) -> Iterator[Path]:
     """Yield a draft folder that takes `target`'s place when the block ends, every file of it on the disk.
 
     A folder that was there before goes. When the block raises, `target` is as it was; a killed process leaves a draft,
-    whose name begins with a dot. Of a full disk TrainerError says what was wanted (`takes_bytes`) and what is free.
+    whose name begins with a dot. Of a full disk DiskFull says what was wanted (`takes_bytes`) and what is free.
     """
-    try:
-        with _draft_of(target) as draft:
-            yield draft
-    except (OSError, SafetensorError) as error:
-        if not _no_room(error):
-            raise
-        free = shutil.disk_usage(target.parent).free  # now that the draft is gone
-        raise TrainerError(
-            f"the disk is full: {target} takes {takes_bytes / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free there. "
-            "Next: make room there, then go on with the run: workbench resume."
-        ) from error
-
-
-def _no_room(error: Exception) -> bool:
-    """Safetensors puts the system's number into words."""
-    said = str(error)
-    return getattr(error, "errno", None) in NO_ROOM or any(f"(os error {number})" in said for number in NO_ROOM)
+    with told_when_full(target, takes_bytes), _draft_of(target) as draft:
+        yield draft
 
 
 @contextlib.contextmanager

@@ -66,7 +66,8 @@ def inspect(run_dir: Path, rollout: str | None) -> None:
         click.echo(repr(stored).removesuffix(in_short(damage, stored.path)))
         for words in damage[:_SHOWN]:
             say(f"  left out: {words}", 4)
-        refused = refused_words(getattr(stored, "refused", pl.DataFrame()))
+        cut = getattr(stored, "refused_cut", False)
+        refused = refused_words(getattr(stored, "refused", pl.DataFrame()), cut=cut)
         if refused is not None:
             say(f"  refused requests: {refused}", 4)
         lines = rollout_lines(stored, _SHOWN)

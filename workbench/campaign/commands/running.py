@@ -122,9 +122,12 @@ def sweep(recipe: str, overrides: tuple[str, ...]) -> None:
     from workbench.campaign.machines.doctor import refuse_unable
     from workbench.campaign.report.sweep import plan_sweep, run_sweep
 
-    planned, recipes = plan_sweep(recipe, overrides, checked_recipe)
-    for each in recipes:
-        refuse_unable(each)
+    def able(name: str, settings: tuple[str, ...]) -> Recipe:
+        checked = checked_recipe(name, settings)
+        refuse_unable(checked)
+        return checked
+
+    planned, recipes = plan_sweep(recipe, overrides, able)
     _remark(*recipes)
     sys.exit(run_sweep(planned, recipes))
 

@@ -11,12 +11,15 @@ import polars as pl
 
 from workbench.errors import RunStoreError
 from workbench.inspect.custody import standing
+from workbench.inspect.html import cut
+from workbench.runs.gradient import NO_GRADIENT
 from workbench.runs.shelf import overview, run_directories
 
 _HEADER = ("run", "status", "step", "reward", "after roots", "rejected", "started")
 _NUMBERS = range(2, 6)
 _ROLLOUT_HEADER = ("rollout", "calls", "tokens", "reward", "state")
 _ROLLOUT_NUMBERS = range(1, 4)
+_LETTERS = 160
 
 
 def listing(folder: Path) -> pl.DataFrame:
@@ -40,7 +43,7 @@ def list_lines(table: pl.DataFrame) -> list[str]:
     for row, cells in zip(table.iter_rows(named=True), rows, strict=True):
         lines.append(_line(cells, widths, _NUMBERS))
         resumed = f"resumed {row['resumed']} ×" if row["resumed"] else ""
-        error = " ".join((row["error"] or "").split())[:160]
+        error = cut(row["error"] or "", _LETTERS)
         if said := [*filter(None, (resumed, *_remarks(row), error))]:
             lines.append("  " + "; ".join(said))
     return lines
@@ -49,6 +52,8 @@ def list_lines(table: pl.DataFrame) -> list[str]:
 def _remarks(row: dict[str, Any]) -> list[str]:
     """What has a vote and may not be what one thinks; nothing where there is none of it."""
     told = []
+    if row["learned_nothing"]:
+        told.append(f"NOTHING LEARNED: {NO_GRADIENT}")
     if row["guessed"]:
         told.append(f"last calls guessed in {row['guessed']:,} of {row['rollouts'] - row['rejected']:,} valid rollouts")
     if row["ended_early"]:

@@ -242,7 +242,7 @@ def summary_of(
         nothing_learned=nothing_learned(steps, rollouts, train),
         ended_early=count_early(rollouts["ended_early"]),
         refused=refused.sort("requests", descending=True, maintain_order=True).to_dicts(),
-        refused_words=refused_words(refused),
+        refused_words=refused_words(refused, cut=run.refused_cut),
         rejected=rollouts.filter(pl.col("cause").is_not_null())
         .sort("group_id", "index")
         .select("rollout_id", pl.col("taken_step").alias("step"), "cause", "detail", "call_id", "position", "reward")

@@ -69,6 +69,9 @@ def line_of(refused: dict[str, Any]) -> str:
     """One refusal in one line."""
     if "more_within_s" in refused:
         return f"REFUSED more; of the next {refused['more_within_s']:g} s they are counted and told later"
+    if "full_at_bytes" in refused:
+        full = f"the file of refusals is full ({refused['full_at_bytes']:,} bytes)"
+        return f"REFUSED more is only counted from now on, in /metrics: {full}"
     if "field" in refused:
         how = "left out" if refused["used"] is None else f"replaced by the recipe's {refused['used']}"
         counted = "from now on that is only counted, in /metrics"

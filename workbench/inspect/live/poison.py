@@ -13,6 +13,7 @@ from workbench.inspect.live.chain import ChainAndTokens
 from workbench.inspect.live.widget import LiveWidget, module
 from workbench.inspect.prefix_chain import PrefixChain
 from workbench.inspect.tables import place_of
+from workbench.runs.refused import by_code
 
 if TYPE_CHECKING:
     from workbench.inspect.tables import PoisonTable
@@ -28,6 +29,8 @@ class PoisonWidget(LiveWidget):
     by_step = t.List(t.Dict()).tag(sync=True)
     drift = t.List(t.Dict()).tag(sync=True)
     failures = t.List(t.Dict()).tag(sync=True)
+    refused = t.List(t.Dict()).tag(sync=True)
+    refused_words = t.Unicode("").tag(sync=True)
     rollouts = t.List(t.Dict()).tag(sync=True)
     total = t.Int(0).tag(sync=True)
     chosen = t.Unicode("").tag(sync=True)
@@ -60,6 +63,8 @@ class PoisonWidget(LiveWidget):
             by_step=table.by_step.to_dicts(),
             drift=table.drift.head(MOST_ROLLOUTS).to_dicts() if table.drift_is_known else [],
             failures=failures,
+            refused=[] if table.refused is None else by_code(table.refused).to_dicts(),
+            refused_words=table.refused_words or "",
             rollouts=rollouts,
             total=table.rejected.height,
         )

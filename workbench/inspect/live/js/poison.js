@@ -39,6 +39,10 @@ function buildPoison(shell) {
     ["reason", (row) => row.failure_reason], ["detail", (row) => row.detail], ["calls", (row) => String(row.calls), "n"], ["rollouts", (row) => String(row.rollouts), "n"],
     ["what it means", (row) => row.meaning], ["for instance", (row) => row.example],
   ], { page: 6, onRow: (k) => shell.send("chosen", failures.rows[k].example) });
+  const refused = new Table(shell, [
+    ["refused as", (row) => `${row.status} ${row.code}`], ["requests", (row) => row.requests.toLocaleString("en-US"), "n"],
+    ["rollouts", (row) => String(row.rollouts), "n"], ["for instance", (row) => row.example], ["what it was told first", (row) => row.message],
+  ], { page: 6 });
 
   /** One bar a step (at most 40 ranges of steps); the number is in its title. */
   function spark(name) {
@@ -78,7 +82,9 @@ function buildPoison(shell) {
   causes.show(model.get("causes"));
   drift.show(model.get("drift"));
   failures.show(model.get("failures"));
+  refused.show(model.get("refused"));
   if (model.get("causes").length) shell.body.append(causes.node, meaning, h("div", { class: "wb-bar" }, search, note), which, rollouts.node);
+  if (model.get("refused").length) shell.body.append(h("div", { class: "wb-title", text: model.get("refused_words") }), refused.node);
   if (model.get("drift").length) shell.body.append(h("div", { class: "wb-title", text: "Requests that continued no recorded call" }), drift.node);
   if (model.get("failures").length) shell.body.append(h("div", { class: "wb-title", text: "Calls that left no tokens (they reject a rollout only where the terminal chain needs them)" }), failures.node);
   shell.body.append(h("div", { class: "wb-legend" }, h("span", { text: "hatched bar: share of all rollouts" }), h("span", { text: "? keys" })));
