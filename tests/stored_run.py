@@ -74,7 +74,7 @@ class Rollout:
             extras={"finish_reason": finish, "truncated": finish == "length"},
         )
         if coords.disposition != "staged":
-            failure = self.run.core.detail(call_id)
+            failure = active.failure
             self.run.ledger.record_failure(
                 self.rollout_id, call_id, Cause.WORKER_CAPTURE_FAILED, str(failure.cause) if failure else None
             )

@@ -112,7 +112,7 @@ def test_a_root_and_its_child_are_staged_with_all_digests(complete: Any) -> None
     assert StagedCall.model_validate(staged.model_dump()) == staged
     assert call.token_ids is not None and call.token_ids.tolist() == list(range(1, 9))
     assert core.counts == {"staged": 2}
-    assert core.detail("c1") is None
+    assert call.failure is None
 
 
 def test_coordinates_exist_only_after_the_sink_returned() -> None:
@@ -209,10 +209,11 @@ def test_a_call_that_breaks_the_contract_fails_with_its_cause(name: str, complet
     heard: list[CaptureFailure] = []
     shelf = Shelf()
     core = CaptureCore(shelf, lambda: 5, on_failure=heard.append)
-    coords = complete(core, core.begin(root()), **{**ROOT, **change})
+    call = core.begin(root())
+    coords = complete(core, call, **{**ROOT, **change})
     assert_failed(coords)
     assert coords.weight_version == 5 and coords.cum_len == coords.prev_len == 0
-    failure = core.detail("c0")
+    failure = call.failure
     assert failure is not None and failure.cause is cause and detail in failure.detail
     assert heard == [failure] and core.counts == {cause: 1}
     assert shelf.calls == []
@@ -231,7 +232,7 @@ def test_child_prompt_begins_with_parents_cumulative_ids(prompt: list[int], deta
     coords = complete(core, call, prompt_token_ids=prompt, generated_token_ids=[3], logprobs=[-0.1])
     assert_failed(coords)
     assert (coords.parent_call_id, coords.prev_len, coords.cum_len) == ("c0", 2, 2)
-    failure = core.detail("c1")
+    failure = call.failure
     assert failure is not None and failure.cause is Cause.PREFIX_MISMATCH and detail in failure.detail
 
 
@@ -259,8 +260,9 @@ class Refusal:
 def test_a_sink_that_fails_gives_failed_coordinates(faults: dict[str, Any], detail: str, complete: Any) -> None:
     shelf = Shelf(**faults)
     core = CaptureCore(shelf, lambda: 0, on_failure=lambda failure: None)
-    assert_failed(complete(core, core.begin(root()), **ROOT))
-    failure = core.detail("c0")
+    call = core.begin(root())
+    assert_failed(complete(core, call, **ROOT))
+    failure = call.failure
     assert failure is not None and failure.cause is Cause.SINK_ERROR and detail in failure.detail
     # One failed call does not spoil the next.
     shelf.raises, shelf.answer = None, None
@@ -271,9 +273,10 @@ def test_a_sink_that_hangs_is_given_up_at_the_deadline(complete: Any) -> None:
     shelf = Shelf(delay_s=30.0)
     core = CaptureCore(shelf, lambda: 0, sink_timeout_s=0.1, on_failure=lambda failure: None)
     started = time.monotonic()
-    assert_failed(complete(core, core.begin(root()), **ROOT))
+    call = core.begin(root())
+    assert_failed(complete(core, call, **ROOT))
     assert time.monotonic() - started < 5.0
-    failure = core.detail("c0")
+    failure = call.failure
     assert failure is not None and failure.cause is Cause.SINK_TIMEOUT and "0.1 s" in failure.detail
     shelf.delay_s = 0.0
     assert complete(core, core.begin(root("c1")), **ROOT).disposition == "staged"
@@ -282,8 +285,9 @@ def test_a_sink_that_hangs_is_given_up_at_the_deadline(complete: Any) -> None:
 
 def test_a_sink_that_raises_timeout_itself_counts_as_one(complete: Any) -> None:
     core = CaptureCore(Shelf(raises=TimeoutError()), lambda: 0, on_failure=lambda failure: None)
-    assert_failed(complete(core, core.begin(root()), **ROOT))
-    failure = core.detail("c0")
+    call = core.begin(root())
+    assert_failed(complete(core, call, **ROOT))
+    failure = call.failure
     assert failure is not None and failure.cause is Cause.SINK_TIMEOUT
 
 
@@ -305,13 +309,17 @@ async def test_a_sink_that_swallows_cancellation_does_not_hold_the_completion_ba
 
 async def test_a_cancelled_completion_is_a_failed_capture() -> None:
     core = CaptureCore(Shelf(delay_s=30.0), lambda: 0, on_failure=lambda failure: None)
-    task = asyncio.ensure_future(core.complete_async(core.begin(root()), **ROOT))
+    call = core.begin(root())
+    task = asyncio.ensure_future(core.complete_async(call, **ROOT))
     await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    failure = core.detail("c0")
+    failure = call.failure
     assert failure is not None and failure.cause is Cause.SINK_ERROR and "cancelled" in failure.detail
+    # Given up afterwards, it keeps its cause and counts once.
+    assert_failed(core.fail(call, Cause.REQUEST_FINISHED_WITHOUT_STAGED_COORDINATES, "the reader left"))
+    assert call.failure == failure and core.counts == {Cause.SINK_ERROR: 1}
 
 
 async def test_a_sink_with_a_blocking_form_alone_does_not_block_the_loop() -> None:
@@ -349,9 +357,21 @@ def test_calls_of_many_threads_are_staged_each_once() -> None:
 
 def test_a_given_up_call_has_its_cause() -> None:
     core = CaptureCore(Shelf(), lambda: 2, on_failure=lambda failure: None)
-    coords = core.fail(core.begin(root()), Cause.SPLICE_BOUNDARY, "two places fit")
-    assert_failed(coords)
-    assert core.detail("c0") == CaptureFailure("r", "c0", Cause.SPLICE_BOUNDARY, "two places fit")
+    call = core.begin(root())
+    assert_failed(core.fail(call, Cause.SPLICE_BOUNDARY, "two places fit"))
+    assert call.failure == CaptureFailure("r", "c0", Cause.SPLICE_BOUNDARY, "two places fit")
+
+
+def test_of_two_attempts_with_one_call_id_only_the_one_that_failed_has_a_cause(complete: Any) -> None:
+    core = CaptureCore(Shelf(), lambda: 0, on_failure=lambda failure: None)
+    first, second = (
+        core.begin(CaptureAdmission(rollout_id=f"run.0.0.{attempt}", model_call_id="c0", mode="text"))
+        for attempt in range(2)
+    )
+    assert_failed(complete(core, first, **{**ROOT, "logprobs": [math.nan, -0.25]}))
+    assert complete(core, second, **ROOT).disposition == "staged"
+    assert second.failure is None
+    assert first.failure is not None and first.failure.rollout_id == "run.0.0.0"
 
 
 def test_a_listener_that_raises_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -168,6 +168,22 @@ async def test_two_that_are_lost_at_once_are_both_replaced_and_both_groups_recon
     assert (await desk.finalize("next")).train_keys == ["a"]
 
 
+@pytest.mark.parametrize("desk", [(1, 60.0)], indirect=True)
+async def test_a_pool_that_is_stopped_with_a_group_in_hand_starts_no_other_actor(desk, monkeypatch):
+    started: list[int] = []
+    start = desk.pool._start_actor
+    monkeypatch.setattr(desk.pool, "_start_actor", lambda number: started.append(number) or start(number))
+    finalizing = asyncio.create_task(desk.finalize("silent"))
+    deadline = time.monotonic() + 30
+    while not desk.log.exists():
+        assert time.monotonic() < deadline, "the group reaches its finalizer"
+        await asyncio.sleep(0.02)
+    await desk.pool.stop(5.0)
+    with pytest.raises(ComponentDied, match="the finalizers were stopped"):
+        await asyncio.wait_for(finalizing, 30.0)
+    assert not started and not desk.events and not desk.pool._replacements
+
+
 async def test_when_the_last_one_cannot_be_replaced_every_group_that_waits_for_it_ends(ray_cluster, tmp_path):
     started: list[int] = []
     events: list[str] = []
@@ -275,3 +291,18 @@ async def test_when_none_of_several_can_be_replaced_at_the_same_time_the_wait_en
     pool = await two_lost(ready)
     with pytest.raises(DeadlineExceeded, match="has no room"):
         await asyncio.wait_for(pool._idlest(), 30.0)
+
+
+async def test_who_waits_for_a_member_when_the_pool_is_stopped_waits_no_more(two_lost, ray_cluster):
+    never = asyncio.Event()
+
+    async def ready(number, start):
+        await never.wait()
+
+    pool = await two_lost(ready)
+    waiting = asyncio.create_task(pool._idlest())
+    await asyncio.sleep(0)
+    pool._members.clear()  # what came up of them are no actors that Ray could kill
+    await pool.stop(1.0)
+    with pytest.raises(ComponentDied, match="the finalizers were stopped"):
+        await asyncio.wait_for(waiting, 30.0)

@@ -15,10 +15,9 @@ import logging
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from workbench.capture.delta import ActiveCall, CaptureFailed, build_delta, checked_prefix
+from workbench.capture.delta import ActiveCall, CaptureFailed, CaptureFailure, build_delta, checked_prefix
 from workbench.deadline import call_with_deadline
 from workbench.errors import CaptureError, StagingError
 from workbench.wire import CaptureAdmission, Cause, CommitCoords, StagedCall, staging_key
@@ -27,7 +26,7 @@ from workbench.wire.encoding import Floats, TokenIds
 _LOG = logging.getLogger(__name__)
 
 REMEMBERED_CALLS = 65_536
-"""How many call ids are remembered: those begun (to refuse a second `begin`) and those failed (for `detail`)."""
+"""How many calls are remembered as begun, to refuse a second `begin`."""
 
 
 @runtime_checkable
@@ -52,16 +51,6 @@ class StagingSource(Protocol):
     async def clear(self, keys: Sequence[str]) -> None: ...
 
 
-@dataclass(frozen=True)
-class CaptureFailure:
-    """Why one call has `capture_failed` coordinates."""
-
-    rollout_id: str
-    model_call_id: str
-    cause: Cause
-    detail: str
-
-
 class CaptureCore:
     """Stages calls through `sink`; `weight_version()` is read at every `begin`.
 
@@ -84,7 +73,6 @@ class CaptureCore:
         self._on_failure = on_failure
         self._lock = threading.Lock()
         self._begun: OrderedDict[str, None] = OrderedDict()
-        self._failures: OrderedDict[str, CaptureFailure] = OrderedDict()
         self.counts: Counter[str] = Counter()
 
     def begin(self, admission: CaptureAdmission, prefix_token_ids: TokenIds | None = None) -> ActiveCall:
@@ -115,7 +103,7 @@ class CaptureCore:
         logprobs: Floats,
         extras: dict[str, Any] | None = None,
     ) -> CommitCoords:
-        """Stage prompt[prev_len:] + generated, and return coordinates: staged, or capture_failed (see `detail`).
+        """Stage prompt[prev_len:] + generated; coordinates staged, or capture_failed (`call.failure` says why).
 
         `prompt_token_ids` are the ids the engine ran, `logprobs` one a generated id (nats). Raises CaptureError for a
         second completion, and for nothing else.
@@ -150,14 +138,15 @@ class CaptureCore:
         return self._staged(staged)
 
     def fail(self, call: ActiveCall, cause: Cause, detail: str) -> CommitCoords:
-        """Give up a call that was begun: coordinates of disposition `capture_failed`."""
+        """Give up a call that was begun: coordinates of disposition `capture_failed`.
+
+        One whose completion failed already, or was cancelled, keeps its first cause. Raises CaptureError for a call
+        that was staged or is being staged.
+        """
+        if call.failure is not None:
+            return _failed_coords(call)
         self._claim(call)
         return self._failed(call, cause, detail)
-
-    def detail(self, model_call_id: str) -> CaptureFailure | None:
-        """Cause and detail of a call whose capture failed, None for any other."""
-        with self._lock:
-            return self._failures.get(model_call_id)
 
     def _claim(self, call: ActiveCall) -> None:
         with self._lock:
@@ -230,12 +219,9 @@ class CaptureCore:
 
     def _failed(self, call: ActiveCall, cause: Cause, detail: str) -> CommitCoords:
         admission = call.admission
-        failure = CaptureFailure(admission.rollout_id, admission.model_call_id, cause, detail)
+        failure = call.failure = CaptureFailure(admission.rollout_id, admission.model_call_id, cause, detail)
         with self._lock:
             self.counts[cause] += 1
-            self._failures[admission.model_call_id] = failure
-            if len(self._failures) > REMEMBERED_CALLS:
-                self._failures.popitem(last=False)
         if self._on_failure is None:
             _LOG.warning("call %s was not captured: %s: %s", call.key, cause, detail)
         else:
@@ -243,16 +229,21 @@ class CaptureCore:
                 self._on_failure(failure)
             except Exception:
                 _LOG.exception("the failure listener raised for call %s", call.key)
-        return CommitCoords(
-            rollout_id=admission.rollout_id,
-            model_call_id=admission.model_call_id,
-            parent_call_id=admission.parent_call_id,
-            prev_len=admission.prev_len,
-            delta_len=0,
-            cum_len=admission.prev_len,
-            weight_version=call.weight_version,
-            disposition="capture_failed",
-        )
+        return _failed_coords(call)
+
+
+def _failed_coords(call: ActiveCall) -> CommitCoords:
+    admission = call.admission
+    return CommitCoords(
+        rollout_id=admission.rollout_id,
+        model_call_id=admission.model_call_id,
+        parent_call_id=admission.parent_call_id,
+        prev_len=admission.prev_len,
+        delta_len=0,
+        cum_len=admission.prev_len,
+        weight_version=call.weight_version,
+        disposition="capture_failed",
+    )
 
 
 def _swallow(task: asyncio.Future[Any]) -> None:

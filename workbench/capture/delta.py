@@ -29,6 +29,16 @@ class CaptureFailed(Exception):
         self.detail = detail
 
 
+@dataclass(frozen=True)
+class CaptureFailure:
+    """Why one call has `capture_failed` coordinates."""
+
+    rollout_id: str
+    model_call_id: str
+    cause: Cause
+    detail: str
+
+
 @dataclass(eq=False)
 class ActiveCall:
     """One admitted call: the version it samples from and the ids its prompt must begin with, uint64[prev_len]."""
@@ -37,6 +47,8 @@ class ActiveCall:
     weight_version: int
     prefix_token_ids: np.ndarray
     completed: bool = field(default=False, init=False)
+    failure: CaptureFailure | None = field(default=None, init=False)
+    """Why it has `capture_failed` coordinates; None while it has none, and where it was staged."""
     delta_ids: np.ndarray | None = field(default=None, init=False)
     """The staged delta, uint64[delta_len], once it was built."""
 

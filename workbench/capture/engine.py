@@ -198,7 +198,7 @@ class CapturingEngine(GatedEngine):
             extras=extras,
         )
         staged_s = time.monotonic() - began
-        failure = self._core.detail(call.admission.model_call_id)
+        failure = active.failure
         if coords.disposition == "staged":
             self._prefixes.remember(
                 coords, np.concatenate([collected.prompt_ids, collected.sampled_ids], dtype=np.uint32)
@@ -215,10 +215,13 @@ class CapturingEngine(GatedEngine):
     def _fail(self, call: TaggedCall, active: ActiveCall, cause: Cause, detail: str) -> None:
         if call.settled.is_set():
             return
-        if active.completed:
-            # Cancelled in the middle of staging: the core has recorded that, but its coordinates never came out.
+        if active.completed and active.failure is None:
+            # Staged, and its coordinates never came out: what came after it went wrong.
             active = ActiveCall(active.admission, active.weight_version, active.prefix_token_ids)
-        self._board.settle(call, self._core.fail(active, cause, detail), (cause, detail))
+        coords = self._core.fail(active, cause, detail)
+        if active.failure is not None:  # the first one, where it was cancelled in the middle of staging
+            cause, detail = active.failure.cause, active.failure.detail
+        self._board.settle(call, coords, (cause, detail))
 
     async def drain(self, timeout_s: float) -> None:
         """Wait until every recording has come to its end, at most `timeout_s` seconds."""

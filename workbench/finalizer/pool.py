@@ -48,7 +48,7 @@ class FinalizerPool:
         self._replacements: set[asyncio.Task[None]] = set()
         self._given_up: set[int] = set()  # places that stay empty
         self._changed = asyncio.Condition()
-        self._failure: Exception | None = None
+        self._failure: Exception | None = None  # why no group gets a member any more
 
     @property
     def actors(self) -> list[Any]:
@@ -88,9 +88,15 @@ class FinalizerPool:
             return await self._reconcile(request)
 
     async def stop(self, timeout_s: float) -> None:
-        """Let every member come to an end, then kill it. Harmless for members that are dead or never came up."""
+        """Let every member come to an end, then kill it. Harmless for members that are dead or never came up.
+
+        A group that is in hand or waits for a member then ends in ComponentDied, and nothing is started any more.
+        """
         import ray
 
+        async with self._changed:
+            self._failure = ComponentDied("the finalizers were stopped; what is stored of a group stays for a resume")
+            self._changed.notify_all()  # who waits for a member gets none any more
         for task in self._replacements:
             task.cancel()
         actors = self.actors
@@ -151,6 +157,8 @@ class FinalizerPool:
         does not die. Every group that it had in hand comes here; the first one empties the place."""
         if self._members.get(member.number) is member:
             del self._members[member.number]
+            if self._failure is not None:  # stopped: it was killed here, and nobody is to take its place
+                return
             self._report("finalizer_lost", finalizer=member.number, why=str(lost), in_hand=list(member.in_hand))
             task = asyncio.create_task(self._replace(member.number))
             self._replacements.add(task)
