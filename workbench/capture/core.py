@@ -138,13 +138,7 @@ class CaptureCore:
         return self._staged(staged)
 
     def fail(self, call: ActiveCall, cause: Cause, detail: str) -> CommitCoords:
-        """Give up a call that was begun: coordinates of disposition `capture_failed`.
-
-        One whose completion failed already, or was cancelled, keeps its first cause. Raises CaptureError for a call
-        that was staged or is being staged.
-        """
-        if call.failure is not None:
-            return _failed_coords(call)
+        """Give up a call that was begun: coordinates of disposition `capture_failed`."""
         self._claim(call)
         return self._failed(call, cause, detail)
 
@@ -229,21 +223,16 @@ class CaptureCore:
                 self._on_failure(failure)
             except Exception:
                 _LOG.exception("the failure listener raised for call %s", call.key)
-        return _failed_coords(call)
-
-
-def _failed_coords(call: ActiveCall) -> CommitCoords:
-    admission = call.admission
-    return CommitCoords(
-        rollout_id=admission.rollout_id,
-        model_call_id=admission.model_call_id,
-        parent_call_id=admission.parent_call_id,
-        prev_len=admission.prev_len,
-        delta_len=0,
-        cum_len=admission.prev_len,
-        weight_version=call.weight_version,
-        disposition="capture_failed",
-    )
+        return CommitCoords(
+            rollout_id=admission.rollout_id,
+            model_call_id=admission.model_call_id,
+            parent_call_id=admission.parent_call_id,
+            prev_len=admission.prev_len,
+            delta_len=0,
+            cum_len=admission.prev_len,
+            weight_version=call.weight_version,
+            disposition="capture_failed",
+        )
 
 
 def _swallow(task: asyncio.Future[Any]) -> None:

@@ -215,13 +215,10 @@ class CapturingEngine(GatedEngine):
     def _fail(self, call: TaggedCall, active: ActiveCall, cause: Cause, detail: str) -> None:
         if call.settled.is_set():
             return
-        if active.completed and active.failure is None:
-            # Staged, and its coordinates never came out: what came after it went wrong.
+        if active.completed:
+            # Cancelled in the middle of staging: the core has recorded that, but its coordinates never came out.
             active = ActiveCall(active.admission, active.weight_version, active.prefix_token_ids)
-        coords = self._core.fail(active, cause, detail)
-        if active.failure is not None:  # the first one, where it was cancelled in the middle of staging
-            cause, detail = active.failure.cause, active.failure.detail
-        self._board.settle(call, coords, (cause, detail))
+        self._board.settle(call, self._core.fail(active, cause, detail), (cause, detail))
 
     async def drain(self, timeout_s: float) -> None:
         """Wait until every recording has come to its end, at most `timeout_s` seconds."""
