@@ -99,7 +99,9 @@ def picture(learned: list[dict[str, Any]], controls: list[dict[str, Any]], path:
 
 def of_one(rise: dict[str, float]) -> SeedsRise:
     """A single run's own rise in the form of several."""
-    return SeedsRise((rise["difference"],), rise["difference"], rise["lower"], rise["upper"])
+    return SeedsRise(
+        lower=rise["lower"], upper=rise["upper"], differences=(rise["difference"],), mean=rise["difference"]
+    )
 
 
 def mean(values: list[float]) -> float:

@@ -31,7 +31,7 @@ class Remote:
 
 
 async def test_killed_worker_leaves_staged_rows_and_no_process(tq: Any) -> None:
-    from workbench.serving.worker import PolicyWorker
+    from workbench.serving.worker import PolicyWorkerActor
 
     config = {
         "model_path": str(models.build("tiny")),
@@ -42,7 +42,7 @@ async def test_killed_worker_leaves_staged_rows_and_no_process(tq: Any) -> None:
         "cache_bytes": 0,
     }
     environment = {WORKER_TOKEN_ENV: TOKEN, **dataplane.environment(5.0, 1)}
-    actor = PolicyWorker.options(num_cpus=1, runtime_env={"env_vars": environment}).remote(config)
+    actor = PolicyWorkerActor.options(num_cpus=1, runtime_env={"env_vars": environment}).remote(config)
     url = await asyncio.wait_for(actor.start.remote(), 150)
     found = await asyncio.wait_for(actor.probe.remote(), 60)
     assert found["prefix_stable"] is True

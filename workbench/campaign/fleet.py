@@ -23,6 +23,7 @@ from typing import Any
 
 from workbench import dataplane, part_logs
 from workbench.actors import within
+from workbench.campaign.handles import Actor, Asked, TrainerActor, WorkerActor
 from workbench.campaign.machines import derived, ray_cluster
 from workbench.campaign.machines.doctor import refuse_unable
 from workbench.campaign.machines.node_check import check_nodes
@@ -62,7 +63,7 @@ class Fleet:
     finalizer), `placement` (what stands where), `control` (gateway control client),
     `gateway_url`, `probe` (the start-up probe's report) and `timings_s` (seconds a part took to start).
     `report(kind, **fields)` is told what happens to parts while they run.
-    Without `training` there is no trainer (`trainer` is None), and nothing that only a trainer needs is asked for.
+    Without `training` there is no `trainer`, and nothing that only a trainer needs is asked for.
     """
 
     def __init__(
@@ -78,13 +79,12 @@ class Fleet:
         # Actors are told of it: on another node a relative path would mean another place.
         self.run_dir = run_dir.resolve()
         self._training = training
-        # Ray's handles have the methods of the class behind them, as coroutines under `.remote`; no type says so.
         self.policy = PolicyWorkers([])
-        self.trainer: Any = None
+        self.trainer: TrainerActor
         self._report = report
         self.finalizers: FinalizerPool | EchoFinalizer
-        self._data_plane_actors: dict[str, Any] = {}
-        self._further_ranks: dict[str, Any] = {}
+        self._data_plane_actors: dict[str, Actor] = {}
+        self._further_ranks: dict[str, Actor] = {}
         self.timings_s: dict[str, float] = {}
         self.probe: dict[str, Any] = {}
         self._proof_ids: list[list[int]] | None = None
@@ -221,8 +221,8 @@ class Fleet:
         deadline_s = recipe.engine.start_timeout_s
         self.policy = PolicyWorkers([self._make_worker(model_path, number) for number in range(recipe.engine.workers)])
         for name, actor in zip(self.policy.names, self.policy.actors, strict=True):
-            self._stops.append((name, self._actor_stop(actor, graceful="stop")))
-        waits: list[Awaitable[Any]] = [self.policy.start(deadline_s)]
+            self._stops.append((name, self._actor_stop(actor, graceful=actor.stop)))
+        waits: list[Awaitable[None]] = [self.policy.start(deadline_s)]
         if self._training:
             self.trainer = self._make_trainer(trainer_config(self.recipe, model_path, self.run_dir))
             self._stops.append(("trainer", self._actor_stop(self.trainer)))
@@ -244,15 +244,15 @@ class Fleet:
             )
             self._further_ranks = {f"trainer rank {rank}": actor for rank, actor in enumerate(others, start=1)}
 
-    def _make_worker(self, model_path: Path, number: int) -> Any:
-        from workbench.serving.worker import PolicyWorker
+    def _make_worker(self, model_path: Path, number: int) -> WorkerActor:
+        from workbench.serving.worker import PolicyWorkerActor
 
-        worker_class: Any = PolicyWorker
-        return worker_class.options(
+        made: WorkerActor = PolicyWorkerActor.options(
             **self.placement.options(WORKER, number),
             max_concurrency=WORKER_CONCURRENCY,
             runtime_env={"env_vars": {WORKER_TOKEN: os.environ[WORKER_TOKEN]}},
         ).remote(worker_config(self.recipe, model_path, number))
+        return made
 
     def _finalizer_pool(self, model_path: Path) -> FinalizerPool:
         # Only where calls are captured: without capture nothing of that package is imported.
@@ -334,24 +334,27 @@ class Fleet:
             "the gateway": self._gateway_beat,
             **self.policy.heartbeats(),
         }
-        actors = self._data_plane_actors | ({"the trainer": self.trainer} if self.trainer is not None else {})
-        actors |= self._further_ranks
+        actors = self._data_plane_actors | self._further_ranks
+        if self._training:
+            actors["the trainer"] = self.trainer
         return beats | {name: partial(_ask_ready, actor) for name, actor in actors.items()}
 
     async def _gateway_beat(self) -> None:
         self.gateway.check()
 
-    def _make_trainer(self, config: dict[str, Any]) -> Any:
+    def _make_trainer(self, config: dict[str, Any]) -> TrainerActor:
         places = [self.placement.options(RANK, number) for number in range(self.recipe.train.ranks)]
         if len(places) > 1:
             from workbench.train.ranks import TrainerRanksActor
 
-            return TrainerRanksActor.options(**places[0]).remote(config, len(places), places[1:])
-        from workbench.train.trainer import TrainerActor
+            made: TrainerActor = TrainerRanksActor.options(**places[0]).remote(config, len(places), places[1:])
+        else:
+            from workbench.train import trainer
 
-        return TrainerActor.options(**places[0]).remote(config)
+            made = trainer.TrainerActor.options(**places[0]).remote(config)
+        return made
 
-    def _actor_stop(self, actor: Any, graceful: str | None = None) -> Callable[[], Awaitable[None]]:
+    def _actor_stop(self, actor: Actor, graceful: Asked[[], None] | None = None) -> Callable[[], Awaitable[None]]:
         async def stop() -> None:
             import ray
 
@@ -359,7 +362,7 @@ class Fleet:
                 # A part that is already dead, or too stuck to stop itself, is killed below all the same.
                 with contextlib.suppress(Exception):
                     async with asyncio.timeout(self._patience_s):
-                        await getattr(actor, graceful).remote()
+                        await graceful.remote()
             await asyncio.to_thread(ray.kill, actor)
 
         return stop
@@ -378,5 +381,5 @@ class Fleet:
                 self._on_phase(f"stopping {name} failed: {type(error).__name__}: {error}")
 
 
-def _ask_ready(actor: Any) -> Awaitable[Any]:
+def _ask_ready(actor: Actor) -> Awaitable[object]:
     return actor.__ray_ready__.remote()

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from workbench.actors import within
+from workbench.campaign.handles import WorkerActor
 
 START_S = "deadlines.start_s"
 """The recipe's key for what has no deadline of its own at the start."""
@@ -21,9 +22,9 @@ PARTS_S = "engine.start_timeout_s"
 
 
 class PolicyWorkers:
-    """`actors` are Ray handles of `PolicyWorker`, in the order of their numbers."""
+    """`actors` in the order of their numbers."""
 
-    def __init__(self, actors: Sequence[Any]) -> None:
+    def __init__(self, actors: Sequence[WorkerActor]) -> None:
         self.actors = list(actors)
         self.urls: list[str] = []
         """Base address of each, once it serves."""
@@ -73,7 +74,7 @@ class PolicyWorkers:
         answers = await self._all("facts", (list(call_ids),), timeout_s, "telling how calls ended")
         return {call_id: fact for answer in answers for call_id, fact in answer.items()}
 
-    def heartbeats(self) -> dict[str, Callable[[], Awaitable[Any]]]:
+    def heartbeats(self) -> dict[str, Callable[[], Awaitable[None]]]:
         """By name, a call that fails when that worker is dead."""
         return {name: partial(_ask_alive, actor) for name, actor in zip(self.names, self.actors, strict=True)}
 
@@ -87,5 +88,5 @@ class PolicyWorkers:
         return await asyncio.gather(*asked)
 
 
-def _ask_alive(actor: Any) -> Awaitable[Any]:
+def _ask_alive(actor: WorkerActor) -> Awaitable[None]:
     return actor.check_alive.remote()

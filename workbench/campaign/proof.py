@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from workbench.actors import within
+from workbench.campaign.handles import TrainerActor
 from workbench.campaign.policy import PolicyWorkers
 from workbench.errors import WeightSyncError
 
@@ -71,7 +71,7 @@ def compare(
 
 async def prove_weights(
     policy: PolicyWorkers,
-    trainer: Any,
+    trainer: TrainerActor,
     ids: list[list[int]],
     *,
     version: int,

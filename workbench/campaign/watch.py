@@ -12,14 +12,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
 from workbench.actors import ActorLost, answer
 from workbench.errors import ComponentDied, DeadlineExceeded
 
-Heartbeat = Callable[[], Awaitable[Any]]
+Heartbeat = Callable[[], Awaitable[object]]
 """A call to a part that fails once the part is dead, whenever it was made."""
 
 _LAG_EVERY_S = 0.1

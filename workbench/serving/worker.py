@@ -324,9 +324,8 @@ def _kill_children() -> None:
             child.kill()
 
 
-@ray.remote
 class PolicyWorker:
-    """Ray actor around `PolicyServer`, staging into TransferQueue. Takes `WorkerConfig` as a mapping.
+    """What a Ray actor does around `PolicyServer`, staging into TransferQueue. Takes `WorkerConfig` as a mapping.
 
     Give it WORKBENCH_WORKER_TOKEN (and the data plane's limits) through `runtime_env={"env_vars": …}`.
     """
@@ -379,3 +378,7 @@ class PolicyWorker:
 
     async def stop(self) -> None:
         await self._server.stop()
+
+
+PolicyWorkerActor = ray.remote(PolicyWorker)
+"""`PolicyWorkerActor.options(num_cpus=1).remote(config)`; its calls run side by side."""

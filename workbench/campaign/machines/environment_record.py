@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import orjson
 from workbench import __version__
 from workbench.campaign.machines import machine
 from workbench.campaign.machines.derived import derived
+from workbench.campaign.machines.node_look import version_of
 from workbench.config import load_recipe
 from workbench.errors import RecipeError
 from workbench.runs.writer import atomic_file
@@ -48,7 +48,7 @@ def environment(recipe_path: Path | None = None) -> dict[str, Any]:
         "workbench": __version__,
         "commit": commit(),
         "python": platform.python_version(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+        "packages": {name: version for name in PACKAGES if (version := version_of(name)) is not None},
         "hardware": {
             "machine": platform.machine(),
             "system": f"{platform.system()} {platform.release()}",
@@ -84,13 +84,6 @@ def _derived(recipe_path: Path | None) -> dict[str, int | str]:
         return {each.key: each.value for each in derived(load_recipe(recipe_path))}
     except RecipeError:
         return {}  # a later version's recipe; the run itself will say what is wrong with it
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _cpu_name() -> str | None:

@@ -10,10 +10,10 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 
 from workbench.campaign.machines.machine import Finding
+from workbench.campaign.machines.node_look import version_of
 from workbench.recipe_schema import Recipe
 
 TORCH_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
@@ -119,10 +119,7 @@ def trial(recipe: Recipe | None) -> Iterator[Finding]:
 
 
 def version(distribution: str) -> str:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return MISSING
+    return version_of(distribution) or MISSING
 
 
 def imports(module: str) -> bool:

@@ -1,10 +1,20 @@
 """Node look: what one node of a cluster has, told by a task that runs there. Standard library alone.
 
-The function travels to the node as code, not by name, so that a node without this package can still say so.
+What is here travels to the node as code, not by name, so that a node without this package can still say so.
 Not here: what is expected of a node (node_check).
 """
 
 from __future__ import annotations
+
+
+def version_of(package: str) -> str | None:
+    """The version that is installed here; None where the package is not."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def look(packages: list[str], reads: dict[str, str], writes: str, word: str) -> dict[str, object]:
@@ -15,14 +25,7 @@ def look(packages: list[str], reads: dict[str, str], writes: str, word: str) -> 
     import os
     import platform
     import sys
-    from importlib import metadata
     from pathlib import Path
-
-    def version(name: str) -> str | None:
-        try:
-            return metadata.version(name)
-        except metadata.PackageNotFoundError:
-            return None
 
     def code() -> str | None:
         found = importlib.util.find_spec("workbench")
@@ -53,7 +56,7 @@ def look(packages: list[str], reads: dict[str, str], writes: str, word: str) -> 
         "host": platform.node(),
         "python": platform.python_version(),
         "executable": sys.executable,
-        "packages": {name: version(name) for name in packages},
+        "packages": {name: version_of(name) for name in packages},
         "code": code(),
         "reads": {path: digest(path) for path in reads},
         "written": write(),

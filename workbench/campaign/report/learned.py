@@ -22,21 +22,27 @@ MIN_STEPS = 8
 """Fewer steps have no quarter to speak of."""
 
 
-@dataclass(frozen=True)
-class RewardRise:
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """The one-sided 95 % bounds of a difference."""
+
+    lower: float
+    upper: float
+
+    @property
+    def learned(self) -> bool:
+        """Whether the rise is beyond chance; over several runs, beyond what differs between seeds."""
+        return self.lower > 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardRise(Bounds):
     """`difference` of the quarters' means, its one-sided 95 % bounds, and how many steps a quarter holds."""
 
     first: float
     last: float
     difference: float
-    lower: float
-    upper: float
     quarter_steps: int
-
-    @property
-    def learned(self) -> bool:
-        """Whether the rise is beyond chance."""
-        return self.lower > 0.0
 
 
 def reward_rise(rewards: Sequence[float | None]) -> RewardRise | None:
@@ -53,23 +59,21 @@ def reward_rise(rewards: Sequence[float | None]) -> RewardRise | None:
     reach = t_quantile_95(float(freedom)) * error
     difference = float(last.mean() - first.mean())
     return RewardRise(
-        float(first.mean()), float(last.mean()), difference, difference - reach, difference + reach, quarter
+        lower=difference - reach,
+        upper=difference + reach,
+        first=float(first.mean()),
+        last=float(last.mean()),
+        difference=difference,
+        quarter_steps=quarter,
     )
 
 
-@dataclass(frozen=True)
-class SeedsRise:
+@dataclass(frozen=True, kw_only=True)
+class SeedsRise(Bounds):
     """The mean of the `differences` of runs that differ in their seed alone, and its one-sided 95 % bounds."""
 
     differences: tuple[float, ...]
     mean: float
-    lower: float
-    upper: float
-
-    @property
-    def learned(self) -> bool:
-        """Whether the rise is beyond what differs between seeds."""
-        return self.lower > 0.0
 
 
 def rise_over_seeds(runs: Sequence[Sequence[float | None]]) -> SeedsRise | None:
@@ -80,7 +84,7 @@ def rise_over_seeds(runs: Sequence[Sequence[float | None]]) -> SeedsRise | None:
     values = np.array(differences)
     reach = t_quantile_95(values.size - 1) * float(values.std(ddof=1)) / math.sqrt(values.size)
     mean = float(values.mean())
-    return SeedsRise(tuple(differences), mean, mean - reach, mean + reach)
+    return SeedsRise(lower=mean - reach, upper=mean + reach, differences=tuple(differences), mean=mean)
 
 
 def t_quantile_95(freedom: float) -> float:
