@@ -337,7 +337,9 @@ def test_a_tokenizer_that_does_not_keep_a_control_token_apart_loses_nothing_of_t
     words = Chat("chatml").tokenizer
 
     class Merging:
-        added_tokens_decoder: ClassVar[dict[int, Any]] = {words.eos_token_id: words.eos_token}
+        added_tokens_decoder: ClassVar[dict[int, Any]] = {
+            words.eos_token_id: words.added_tokens_decoder[words.eos_token_id]
+        }
 
         def __call__(self, text: str, **options: Any) -> Any:
             return words(text.replace(words.eos_token, ""), **options)
