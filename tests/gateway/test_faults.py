@@ -60,9 +60,11 @@ class Worker:
 
     async def _complete(self, request: Request) -> Response:
         self.headers = dict(request.headers)
+        answer = self._answer()
+        if "x-workbench-admission" not in request.headers:
+            return answer  # of a call that was not resolved
         admission = CaptureAdmission.from_header(request.headers["x-workbench-admission"])
         self.admissions[admission.model_call_id] = admission
-        answer = self._answer()
         if self._header is not None:
             answer.headers["x-workbench-captured"] = self._header(admission).decode()
         return answer
@@ -180,6 +182,39 @@ async def test_a_served_object_without_an_id_gives_no_row(tmp_path: Path) -> Non
     async with asking(worker, tmp_path) as (ask, store):
         assert (await ask()).status_code == 200
         assert [failure.reason for failure in store.manifest("r").failures] == ["ledger_row_missing_response_id"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "in_custody"),
+    [
+        ('{"n": 1e30}', True),
+        # The wire's fingerprint has no spelling for these, so the call is not captured.
+        ('{"n": 123456789012345678901234567890}', False),
+        ("[" * 300 + "]" * 300, False),
+        ("[" * 900 + "]" * 900, False),
+    ],
+    ids=["a float beyond 64 bits", "an int beyond 64 bits", "nested deeply", "nested more deeply"],
+)
+async def test_an_agent_is_served_whatever_the_model_wrote_as_arguments(
+    arguments: str, in_custody: bool, tmp_path: Path
+) -> None:
+    call = {"id": "t1", "type": "function", "function": {"name": "count", "arguments": arguments}}
+    turn = {"role": "assistant", "content": None, "tool_calls": [call]}
+    served = ANSWER | {"choices": [{"index": 0, "message": turn, "finish_reason": "tool_calls"}]}
+    worker = Worker(lambda: JSONResponse(served), staged)
+    async with asking(worker, tmp_path) as (ask, store):
+        answer = await ask()
+        assert (answer.status_code, answer.json()) == (200, served)
+        edited = [*ASK["messages"], turn | {"content": "edited"}, {"role": "user", "content": "go on"}]
+        again = await ask(messages=edited)
+        manifest = store.manifest("r")
+    assert len(manifest.records) == in_custody
+    if in_custody:
+        assert again.status_code == 200, "unresolved, and served"
+        assert [failure.reason for failure in manifest.failures] == ["unresolved_parent"]
+    else:
+        assert [failure.reason for failure in manifest.failures] == ["worker_capture_failed"]
+        assert again.status_code == 400, "a history without a fingerprint is refused before it is generated"
 
 
 async def test_an_agents_request_id_is_not_forwarded(tmp_path: Path) -> None:

@@ -299,6 +299,11 @@ def test_of_an_edited_question_too_it_is_said_what_alone_differs(tmp_path: Path)
     [
         {"role": "user", "content": 5},
         {"type": "function_call", "name": "f", "call_id": "c", "arguments": {"n": {1}}},
+        {"type": "function_call", "name": "f", "call_id": "c", "arguments": {"n": 2**70}},
+        {"type": "function_call", "name": "f", "call_id": "c", "arguments": '{"n": 1e30}'},
+        {"type": "function_call", "name": "f", "call_id": "c", "arguments": "[" * 900 + "]" * 900},
+        {"type": "function_call", "name": "f", "call_id": "c", "arguments": {1: 2, "n": [{2**70: 1}]}},
+        {"role": "user", "content": [{"type": "text", "text": "half a pair: \ud800"}]},
         {"role": "_ng_request_envelope", "content": "{no json"},
         "no object",
     ],
@@ -306,6 +311,16 @@ def test_of_an_edited_question_too_it_is_said_what_alone_differs(tmp_path: Path)
 def test_an_item_that_has_no_fingerprint_is_still_told_apart(odd: Any) -> None:
     assert ItemDigest.of(odd) == ItemDigest.of(odd)
     assert ItemDigest.of(odd).digest != ItemDigest.of(user("q")).digest
+
+
+@pytest.mark.parametrize("depth", [300, 990])
+def test_of_json_that_is_nested_deeply_too_it_is_said_where_it_differs(depth: int) -> None:
+    deep, other = "[" * depth + "]" * depth, "[" * (depth - 1) + "1" + "]" * (depth - 1)
+    for was, came in ((deep, "[1]"), (deep, other)):
+        difference = first_difference(ItemDigest.of(user(was)), ItemDigest.of(user(came)))
+        assert difference is not None
+        assert difference.path.startswith("content")
+        assert difference.was != difference.came
 
 
 def test_a_silent_compaction_names_the_first_differing_item(tmp_path: Path) -> None:

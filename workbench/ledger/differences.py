@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from workbench.ledger.forms import alike, forms_of
-from workbench.ledger.items import ItemDigest, Leaf
+from workbench.ledger.items import ItemDigest, Leaf, as_json
 
 BEFORE_CHARS = 20
 EXCERPT_CHARS = 60
@@ -74,7 +74,10 @@ def _missing(old: Leaf | None, new: Leaf | None) -> Difference:
 def _between(path: str, was: Leaf, now: Leaf) -> Difference:
     old, new = was.text, now.text
     only = alike(was.forms or forms_of(old), now.forms or forms_of(new))
-    entered = _enter(path, _json(old), _json(new))
+    try:
+        entered = _enter(path, _json(old), _json(new))
+    except RecursionError:  # nested as deeply as JSON is read at all: told as texts
+        entered = None
     if entered is not None:
         path, old_value, new_value = entered
         if old_value is _ABSENT or new_value is _ABSENT:
@@ -83,7 +86,7 @@ def _between(path: str, was: Leaf, now: Leaf) -> Difference:
         old, new = _spelled(old_value), _spelled(new_value)
         only = alike(forms_of(old), forms_of(new))
         if old == new:  # a text and a number that reads the same
-            old, new = _json_of(old_value), _json_of(new_value)
+            old, new = as_json(old_value), as_json(new_value)
     at = begin_alike(old, new)
     return Difference(path, at, _excerpt(old, at), _excerpt(new, at), only)
 
@@ -115,11 +118,7 @@ def _json(text: str) -> Any:
 
 
 def _spelled(value: Any) -> str:
-    return value if isinstance(value, str) else _json_of(value)
-
-
-def _json_of(value: Any) -> str:
-    return orjson.dumps(value, option=orjson.OPT_SORT_KEYS).decode()
+    return value if isinstance(value, str) else as_json(value)
 
 
 def _excerpt(text: str, at: int) -> str:

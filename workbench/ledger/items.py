@@ -9,6 +9,7 @@ Losing a line costs a diagnosis, never custody: lines are not fsynced, and broke
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -269,7 +270,20 @@ def _arguments(value: Any) -> Any:
 def _as_text(value: Any) -> str:
     if isinstance(value, str):
         return value
-    return "" if value is None else orjson.dumps(value, option=orjson.OPT_SORT_KEYS, default=str).decode()
+    return "" if value is None else as_json(value)
+
+
+def as_json(value: Any) -> str:
+    """A value in JSON, for people and for comparison. Never raises: what orjson does not write (a number beyond 64
+    bits, half a surrogate pair) the standard library spells, and what that does not either (nested too deeply) nobody.
+    """
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS, default=str).decode()
+    except TypeError:
+        try:
+            return json.dumps(value, sort_keys=True, default=str)
+        except (TypeError, ValueError, RecursionError):
+            return f"{type(value).__name__} that is no JSON"
 
 
 def _tool_digests(item: Mapping[str, Any]) -> list[ToolDigest]:
@@ -288,9 +302,10 @@ def _lenient(arguments: Any) -> Any:
             arguments = arguments.strip()
     if arguments in (None, "", {}):
         return {}
-    if isinstance(arguments, Mapping):
-        return {key: _same_numbers(value) for key, value in arguments.items()}
-    return _same_numbers(arguments)
+    try:
+        return _same_numbers(arguments)
+    except RecursionError:
+        return arguments
 
 
 def _same_numbers(value: Any) -> Any:
@@ -302,4 +317,4 @@ def _same_numbers(value: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    return sha256(orjson.dumps(value, option=orjson.OPT_SORT_KEYS, default=str)).hexdigest()[:16]
+    return sha256(as_json(value).encode()).hexdigest()[:16]
