@@ -215,7 +215,9 @@ def test_a_request_that_is_refused_has_its_line_with_the_next_step(served: Serve
         (["../elsewhere"], {}, 1, "rollout id"),
         (["a", "a"], {}, 2, "named twice"),
         (["a", "b"], {"rewards": [1.0]}, 2, "--reward: expected none, or one for each of 2 rollouts"),
-        (["a"], {"rewards": [math.inf]}, 2, "--reward: expected finite numbers"),
+        (["a"], {"rewards": [math.inf]}, 2, "--reward inf: expected a number between -1e+15 and 1e+15"),
+        (["a"], {"rewards": [-1e20]}, 2, "--reward -1e+20: expected a number between"),
+        (["a"], {"rewards": [math.nan]}, 2, "--reward nan: expected a number between"),
         (["a"], {"terminals": ["x", "y"]}, 2, "--terminal: expected none, or one for each of 1"),
     ],
 )

@@ -236,7 +236,8 @@ class LogprobDelta(LiveView):
         """61 equal ranges (62 edges, nat) about 0 and the tokens in each; the two ends gather what lies beyond."""
         limit = max(float(np.quantile(np.abs(self.delta_T), 0.995)), 1e-6) * 1.25
         edges = np.linspace(-limit, limit, 62)
-        counts, _ = np.histogram(np.clip(delta_T, -limit, limit), bins=edges)
+        # In float64 as the edges are: a limit that is rounded to float32 may lie beyond the last of them.
+        counts, _ = np.histogram(np.clip(delta_T.astype(np.float64), -limit, limit), bins=edges)
         return edges, counts
 
     def by_version(self) -> list[tuple[str, pl.DataFrame]]:
