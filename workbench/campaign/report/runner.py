@@ -252,8 +252,8 @@ def _show_records(execution: Execution, outcome: Outcome, source: Path, run_dir:
     run, its `outcome`, stays.
     """
     signals, until = execution.signals, time.monotonic() + _RECORDS_S[outcome.status]
-    again = " again" if signals else ""
-    tell(f"workbench: what was recorded is being put into its notebook (Ctrl-C{again} leaves that out)", sys.stderr)
+    key = "another Ctrl-C" if signals else "Ctrl-C"
+    tell(f"workbench: what was recorded is being put into its notebook ({key} leaves that out)", sys.stderr)
     with tempfile.TemporaryDirectory(prefix=".report-", dir=run_dir) as folder:
         over = Path(folder) / target.name
         again = Execution()
