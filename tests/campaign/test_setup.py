@@ -363,6 +363,18 @@ def test_a_second_set_up_does_nothing(ready_checkout):
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_a_slip_in_the_recipe_ends_make_campaign_before_a_model_is_built(ready_checkout):
+    (ready_checkout / "workbench" / "models.py").write_text("raise SystemExit('a model is built')\n")
+    cli = ready_checkout / "workbench" / "campaign" / "cli.py"
+    cli.write_text(
+        "import sys\nsys.exit(sys.argv[1:] == ['recipe', 'show', 'cpu_smok', 'train.steps=2'] and 'no recipe')\n"
+    )
+    arguments = ("ARGS=train.steps=2", f"PYTHON={sys.executable}")
+    slip = make("campaign", "RECIPE=cpu_smok", *arguments, cwd=ready_checkout)
+    assert slip.returncode == 2 and slip.stderr.startswith("no recipe\n") and "built" not in slip.stderr
+    assert make("campaign", *arguments, cwd=ready_checkout).stderr.startswith("a model is built\n")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("claim", "code", "summary"), [("1 == 1", 0, "1 passed"), ("1 == 2", 2, "1 failed")])
 def test_make_test_fails_when_a_test_fails_and_ends_with_the_summary(ready_checkout, claim, code, summary):

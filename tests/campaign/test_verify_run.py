@@ -515,3 +515,16 @@ def test_lines_that_a_resume_wrote_are_no_difference(run_dir):
     assert verify_run(run_dir).ok
     (said,) = changed_step(run_dir, tokens=5)
     assert "tokens is 5" in said
+
+
+def test_calls_of_an_attempt_that_a_stop_ended_are_told_of_though_its_group_was_sampled_again(run_dir):
+    for path in (run_dir / "ledger").glob("stored.0.0.0.*.jsonl"):
+        ended = path.read_text().replace("stored.0.0.0", "stored.0.0.9")
+        path.with_name(path.name.replace("stored.0.0.0", "stored.0.0.9")).write_text(ended)
+    started = {"kind": "group_started", "group_id": "g00000", "rollout_ids": ["stored.0.0.9"]}
+    with (run_dir / "events.jsonl").open("ab") as events:
+        events.write(orjson.dumps(started) + b"\n")
+    calls = runs.open(run_dir).calls.filter(rollout_id="stored.0.0.9")
+    assert calls.height > 1 and set(calls["group_id"]) == {"g00000"}
+    report = verify_run(run_dir)
+    assert report.not_compared == [f"{calls.height} calls of 1 rollout without a receipt"]

@@ -81,3 +81,13 @@ def test_a_shift_is_found_before_it_is_explained():
     moved = moved.with_columns((pl.col("trainer_logprob") - pl.col("logprob")).alias("delta"))
     view = LogprobDelta(moved)
     assert view.shift == 1 and view.verdicts[0].found and "shift: the trainer&#x27;s log-probs stand" in view.html()
+
+
+def test_every_token_stands_in_one_range_of_the_histogram_the_largest_ones_at_its_ends():
+    rng = np.random.default_rng(3)
+    for _ in range(50):
+        view = LogprobDelta(frame(tokens=40).with_columns(delta=pl.Series(rng.normal(0, 3, 40), dtype=pl.Float32)))
+        edges, counts = view.histogram(view.delta_T)
+        assert counts.sum() == 40
+        assert counts[0] >= (view.delta_T < edges[1]).sum() and counts[-1] >= (view.delta_T > edges[-2]).sum()
+        assert [sum(part["counts"]) for part in view.live.delta.parts] == [40]

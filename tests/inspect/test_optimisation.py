@@ -14,6 +14,7 @@ from workbench import runs
 from workbench.demo import recorded_run
 from workbench.errors import RunStoreError
 from workbench.inspect import Optimisation
+from workbench.inspect.html import number
 from workbench.inspect.style import house_style
 
 TRAIN = {
@@ -142,6 +143,15 @@ def test_one_step_has_no_first_and_no_last_entropy():
     assert repr(view(approx_entropy=[1.5, 2.0, None])).endswith("entropy 1.50 nat (step 1), 2.00 (step 2)")
 
 
+def test_a_number_that_rounds_to_zero_has_no_sign():
+    assert [number(value, ".3f") for value in (-0.0, -0.0004, 0.0004, -0.0006)] == ["0.000", "0.000", "0.000", "-0.001"]
+    assert [number(value, spec) for value, spec in ((-1e-9, ".1%"), (-1e-9, ".1e"), (-10, ",d"))] == [
+        "0.0%",
+        "-1.0e-09",
+        "-10",
+    ]
+
+
 def test_a_column_of_divergences_has_one_format_that_shows_every_one_of_them():
     small = view(gen_kl_error=[4e-5, 0.0, 0.012])
     assert ">4.0e-05<" in small.html() and ">1.2e-02<" in small.html() and ">0<" in small.html()
@@ -163,7 +173,8 @@ def test_what_needs_a_word_has_one_under_the_table_and_what_is_not_shown_has_non
 def test_runs_without_steps_say_why(tmp_path):
     stored = StoredRun(tmp_path / "empty")  # whose writer is at work as long as it is held
     ledger = SimpleNamespace(calls=pl.DataFrame(), rollouts=pl.DataFrame())
-    served = SimpleNamespace(steps=pl.DataFrame(schema={"step": pl.Int64}), served=True)
+    rollouts = pl.DataFrame(schema={"trained_step": pl.Int64})
+    served = SimpleNamespace(steps=pl.DataFrame(schema={"step": pl.Int64}), rollouts=rollouts, served=True)
     for source, words in (
         (runs.open(stored.run_dir), "no optimiser step yet"),
         (ledger, "a ledger has no optimiser steps"),

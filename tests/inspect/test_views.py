@@ -574,7 +574,7 @@ def test_an_empty_run_has_pictures_that_say_why_they_are_empty(tmp_path):
     stored = StoredRun(tmp_path / "empty")  # whose writer is at work as long as it is held
     run = runs.open(stored.run_dir)
     for view, words in (
-        (CaptureRate(run), "no step yet"),
+        (CaptureRate(run), "no optimiser step yet"),
         (RewardCurve(run), "no valid rollout yet"),
         (PoisonTable(run), "no rollout has been finalised yet"),
         (LogprobDelta(run), "no token has been trained on yet"),
@@ -601,7 +601,7 @@ def test_a_run_that_trained_nothing_shows_its_rollouts_and_rewards(tmp_path):
     run_dir = stored.finish()
     rewrite_json_line(run_dir / "groups.jsonl", 0, {"step": None})
     run = runs.open(run_dir)
-    assert repr(CaptureRate(run)) == "Capture over steps · no step · 2 of 3 rollouts valid"
+    assert repr(CaptureRate(run)) == "Capture over steps · no optimiser step · 2 of 3 rollouts valid"
     view = RewardCurve(run)
     rewards = run.rollouts.filter(sample_mask=1)["reward"]
     mean = f"mean {rewards.mean():.3f} of 2 with a reward"
@@ -609,6 +609,26 @@ def test_a_run_that_trained_nothing_shows_its_rollouts_and_rewards(tmp_path):
     assert all(f"{reward:.3f}" in view.html() for reward in rewards)
     (dots,) = view.draw().axes[0].collections
     assert dots.get_offsets()[:, 1].tolist() == rewards.to_list()
+
+
+def test_a_served_run_says_that_it_trains_nothing_and_which_calls_are_counted(tmp_path):
+    stored = StoredRun(tmp_path / "served")
+    stored.group(1, 0, ["plain", "plain"])
+    run_dir = stored.finish()
+    rewrite_json_line(run_dir / "groups.jsonl", 0, {"step": None})
+    for path in (run_dir / "ledger").glob("served.0.0.0.*.jsonl"):
+        words = path.read_text().replace("served.0.0.0", "asked-for-none")
+        path.with_name(path.name.replace("served.0.0.0", "asked-for-none")).write_text(words)
+    with (run_dir / "events.jsonl").open("a") as events:
+        events.write('{"kind": "serving"}\n')
+    run = runs.open(run_dir)
+    assert run.served
+    for view in (CaptureRate(run), Optimisation(run), LogprobDelta(run)):
+        assert "a served run trains nothing" in repr(view) and len(view.draw().axes) == 1
+    assert "<table" not in CaptureRate(run).html()
+    rest = run.calls.filter(rollout_id="asked-for-none").height
+    said = f"all {run.calls.height} calls, {rest} of 1 rollout without a receipt, which no group has."
+    assert 0 < rest < run.calls.height and said in Engagement(run).html()
 
 
 def test_a_run_that_trained_without_rewards_does_not_say_that_nothing_was_trained():
@@ -667,7 +687,7 @@ def test_a_step_that_was_cut_short_is_no_step_of_any_view(tmp_path):
 
 def test_a_run_that_has_ended_says_nothing_of_yet(tmp_path):
     run = runs.open(StoredRun(tmp_path / "nothing").finish())
-    said = ["no step", "no valid rollout", "no optimiser step", "no rollout has been finalised"]
+    said = ["no optimiser step", "no valid rollout", "no optimiser step", "no rollout has been finalised"]
     views = (CaptureRate(run), RewardCurve(run), Optimisation(run), PoisonTable(run))
     assert [repr(view).partition(" · ")[2] for view in views] == said
 

@@ -55,7 +55,7 @@ def test_refused_requests_are_counted_by_rollout_and_reason_wherever_one_looks(t
         ("run.0.1.0", "rollout_frozen", "gateway", 1, "It is closed."),
         (None, "unknown_route", "gateway", 1, "No such route."),
     ]
-    words = "9 in 2 rollouts: content_not_read (7), rollout_frozen (1), unknown_route (1)"
+    words = "8 in 2 rollouts and 1 outside of any rollout: content_not_read (7), rollout_frozen (1), unknown_route (1)"
     summary = summary_of(run_dir)
     assert f"refused requests           {words}\n" in summary.text() and f"run.0.0.0: {SAID}\n" in summary.text()
     (first, *_) = orjson.loads(orjson.dumps(summary.as_dict()))["refused"]

@@ -14,6 +14,7 @@ import orjson
 import polars as pl
 
 from workbench.inspect.causes import in_words
+from workbench.inspect.html import number
 from workbench.runs.shelf import token_in_rates
 
 RATE = "token_in_rate after roots"
@@ -145,7 +146,7 @@ def _tile(label: str, value: str | None, why: str) -> dict[str, Any]:
 
 
 def _number(value: Any, spec: str) -> str | None:
-    return None if value is None else format(value, spec)
+    return None if value is None else number(value, spec)
 
 
 def _in_flight(events: pl.DataFrame, groups: pl.DataFrame, now: float) -> list[dict[str, Any]]:

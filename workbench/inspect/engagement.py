@@ -181,6 +181,8 @@ class Engagement(StaticView):
 
     def _not_counted(self) -> str:
         """The calls that no number here is about; empty where there are none."""
+        if getattr(self._run, "served", False):
+            return self._counted_without_receipt()
         rest = self._run.calls.join(self._calls_counted, on=["rollout_id", "model_call_id"], how="anti")
         if rest.is_empty():
             return ""
@@ -192,13 +194,24 @@ class Engagement(StaticView):
             f"{state}, are in no number: how they end is not known."
         )
 
+    def _counted_without_receipt(self) -> str:
+        """The calls of a served run that its groups and `workbench verify` do not count; empty where there are none."""
+        calls = self._calls_counted
+        without = calls.join(self._rollouts, on="rollout_id", how="anti")
+        if without.is_empty():
+            return ""
+        return (
+            f"Counted, here and in the list of runs: all {markup.count(calls.height, 'call')}, {without.height:,} of "
+            f"{markup.count(without['rollout_id'].n_unique(), 'rollout')} without a receipt, which no group has."
+        )
+
     def _manifests(self) -> Evidence:
         rollouts = self._rollouts
         empty = bool((rollouts["cause"] == Cause.EMPTY_MANIFEST.value).any())
         with_calls = int((rollouts["calls"] > 0).sum())
-        found = f"{with_calls:,} of {rollouts.height:,} rollouts have calls on record"
+        found = f"{with_calls:,} of {rollouts.height:,}"
         holds = False if empty else True if with_calls else None
-        return Evidence("manifests are not empty", found, holds, with_calls == rollouts.height)
+        return Evidence("rollouts with calls on record", found, holds, with_calls == rollouts.height)
 
     def _first_chain(self) -> Evidence:
         what = "first verified chain"

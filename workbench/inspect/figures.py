@@ -50,7 +50,7 @@ class CaptureRate(StaticView):
         self.after_roots = calls.height - int((calls["mode"] == "text").sum())
         """Calls of the run's finalised rollouts that are no roots; `token_in` of them continue a recorded one."""
         self.only_roots = calls.height > 0 and not self.after_roots
-        self.yet = markup.yet(run)
+        self.why_empty = markup.why_no_step(run)
         self.finalised, self.valid = rollouts.height, int((rollouts["sample_mask"] == 1).sum())
         rows = rollouts.group_by(pl.col("taken_step").alias("step")).agg(
             pl.len().cast(pl.Int64).alias("rows_seen"), (pl.col("sample_mask") == 1).sum().cast(pl.Int64).alias("valid")
@@ -65,7 +65,7 @@ class CaptureRate(StaticView):
     def sentence(self) -> str:
         if self.steps.is_empty():
             said = f" · {self.valid:,} of {markup.count(self.finalised, 'rollout')} valid" if self.finalised else ""
-            return f"Capture over steps · {self.unplaced or f'no step{self.yet}'}{said}"
+            return f"Capture over steps · {self.unplaced or self.why_empty}{said}"
         if self.unplaced:
             return f"Capture over {markup.count(self.steps.height, 'step')} · {self.unplaced}"
         rows, valid = int(self.steps["rows_seen"].sum()), int(self.steps["valid"].sum())
@@ -82,7 +82,7 @@ class CaptureRate(StaticView):
         steps = self.steps["step"].to_list()
         if not steps:
             figure, (empty,) = panels(0.9)
-            say_nothing_to_show(empty, "no optimiser step has been recorded")
+            say_nothing_to_show(empty, self.why_empty)
             return figure
         figure, (rates, rows) = panels(4.6, rows=2, height_ratios=[1.1, 1])
         for name, label, colour, marker, style in (
@@ -134,7 +134,8 @@ class CaptureRate(StaticView):
             for row in self.steps.to_dicts()
         ]
         header = ("step", "token_in_rate", "after roots", "valid rows", "rows")
-        return markup.block(markup.line(self.sentence(), strong=True), markup.table(header, rows))
+        table = [markup.table(header, rows)] if rows else []
+        return markup.block(markup.line(self.sentence(), strong=True), *table)
 
 
 class RewardCurve(StaticView):
@@ -290,4 +291,4 @@ def _number(value: float | int | None, spec: str) -> markup.Cell:
     """A number cell; a value that nobody recorded is a grey dash, not a zero."""
     if value is None:
         return markup.Cell("–", right=True, muted=True)
-    return markup.Cell(format(value, spec), right=True)
+    return markup.Cell(markup.number(value, spec), right=True)

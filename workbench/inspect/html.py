@@ -70,8 +70,9 @@ def one_format(values: Iterable[float | None], spec: str) -> str:
 
 
 def number(value: float, spec: str) -> str:
-    """A number in its column's format; zero is 0, without a sign or an exponent."""
-    return format(value, spec) if value or spec[-1] != "e" else "0"
+    """A number in its column's format; zero, a rounded one too, has no sign and no exponent."""
+    text = format(value, spec) if value or spec[-1] != "e" else "0"
+    return text.removeprefix("-") if not text.strip("-0.%") else text
 
 
 def _head(name: str, *, right: bool) -> str:
@@ -138,6 +139,13 @@ def yet(run: Any) -> str:
     status, path = getattr(run, "status", None) or {}, getattr(run, "path", None)
     ended = status.get("status") in ENDED or (bool(status) and path is not None and state_of(path)[0] != "running")
     return "" if ended else " yet"
+
+
+def why_no_step(run: Any) -> str:
+    """Why a run that has no optimiser step has none."""
+    if getattr(run, "served", False):
+        return "a served run trains nothing, so it has no optimiser steps"
+    return f"no optimiser step{yet(run)}"
 
 
 def steps(numbers: Sequence[int]) -> str:

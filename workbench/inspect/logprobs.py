@@ -133,7 +133,9 @@ class LogprobDelta(LiveView):
 
     def __init__(self, source: Any, *, vocabulary: Vocabulary | None = None) -> None:
         self.source = None if isinstance(source, pl.DataFrame) else source
-        self.why_empty = f"no token has been trained on{markup.yet(source)}"
+        served = getattr(source, "served", False)
+        self.why_empty = "a served run trains nothing, so nothing is scored again"
+        self.why_empty = self.why_empty if served else f"no token has been trained on{markup.yet(source)}"
         if isinstance(source, pl.DataFrame):
             frame = source
         elif hasattr(source, "logprobs"):
@@ -178,11 +180,11 @@ class LogprobDelta(LiveView):
         )
 
     def draw(self) -> Figure:
-        figure, (spread, place) = panels(5.6, rows=2)
         if self.numbers.tokens == 0:
-            say_nothing_to_show(spread, self.why_empty)
-            say_nothing_to_show(place, "nothing by position")
+            figure, (empty,) = panels(0.9)
+            say_nothing_to_show(empty, self.why_empty)
             return figure
+        figure, (spread, place) = panels(5.6, rows=2)
         edges, counts = self.histogram(self.delta_T)
         centres = (edges[:-1] + edges[1:]) / 2
         width = edges[1] - edges[0]
@@ -228,7 +230,7 @@ class LogprobDelta(LiveView):
             "sampled token of the row; v: weight version" if len(parts) > 1 else "sampled token of the row"
         )
         place.set_ylabel("nat")
-        place.set_ylim(bottom=0)
+        place.set_ylim(0, place.get_ylim()[1] * 1.05)  # whole marks, also of the highest
         legend_under_title(place, columns=len(SERIES))
         return figure
 
@@ -236,7 +238,8 @@ class LogprobDelta(LiveView):
         """61 equal ranges (62 edges, nat) about 0 and the tokens in each; the two ends gather what lies beyond."""
         limit = max(float(np.quantile(np.abs(self.delta_T), 0.995)), 1e-6) * 1.25
         edges = np.linspace(-limit, limit, 62)
-        counts, _ = np.histogram(np.clip(delta_T, -limit, limit), bins=edges)
+        # In float64 as the edges are: a limit that is rounded to float32 may lie beyond the last of them.
+        counts, _ = np.histogram(np.clip(delta_T.astype(np.float64), -limit, limit), bins=edges)
         return edges, counts
 
     def by_version(self) -> list[tuple[str, pl.DataFrame]]:

@@ -96,11 +96,9 @@ class Optimisation(StaticView):
         held = getattr(run, "steps", None)
         if held is None:
             check_run(run, "Optimisation", "rollouts")
-        self.why_empty = f"no optimiser step{markup.yet(run)}"
+        self.why_empty = markup.why_no_step(run)
         if held is None:
             self.why_empty = "a ledger has no optimiser steps"
-        elif getattr(run, "served", False):
-            self.why_empty = "a served run trains nothing, so it has no optimiser steps"
         elif held.is_empty() and (trained := run.rollouts["trained_step"].drop_nulls()).len():
             self.why_empty = (
                 f"no line of steps.jsonl{markup.yet(run)}; {markup.count(trained.len(), 'rollout')} trained in "

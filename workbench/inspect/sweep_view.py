@@ -136,7 +136,7 @@ def _one(directory: Path) -> dict[str, Any]:
 
 
 def _number(value: Any, spec: str = "") -> markup.Cell:
-    return markup.Cell("–" if value is None else format(value, spec), right=True)
+    return markup.Cell("–" if value is None else markup.number(value, spec) if spec else str(value), right=True)
 
 
 def _holds_runs(folder: Path) -> bool:

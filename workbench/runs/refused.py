@@ -53,13 +53,18 @@ def refused_words(refused: pl.DataFrame, *, cut: bool = False) -> str | None:
     codes = by_code(refused)
     reasons = [f"{code} ({requests:,})" for code, requests in codes.select("code", "requests").head(_SHOWN).iter_rows()]
     more = f" and {codes.height - _SHOWN} more codes" if codes.height > _SHOWN else ""
-    rollouts = refused["rollout_id"].drop_nulls().n_unique()
     at_least = "at least " if cut else ""
     full = f"; {REFUSED_FILE} was full then, later ones are not in it" if cut else ""
-    return (
-        f"{at_least}{refused['requests'].sum():,} in {rollouts:,} rollout{'' if rollouts == 1 else 's'}: "
-        f"{', '.join(reasons)}{more}{full}"
-    )
+    return f"{at_least}{_where(refused)}: {', '.join(reasons)}{more}{full}"
+
+
+def _where(refused: pl.DataFrame) -> str:
+    """`5 in 1 rollout and 1 outside of any`, for a request under no rollout's address is refused as well."""
+    within = refused.drop_nulls("rollout_id")
+    inside, rollouts = int(within["requests"].sum()), within["rollout_id"].n_unique()
+    outside = int(refused["requests"].sum()) - inside
+    told = [f"{inside:,} in {rollouts:,} rollout{'' if rollouts == 1 else 's'}"] if inside else []
+    return " and ".join([*told, *([f"{outside:,} outside of any rollout"] if outside else [])])
 
 
 def by_code(refused: pl.DataFrame) -> pl.DataFrame:

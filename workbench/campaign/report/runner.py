@@ -203,8 +203,9 @@ def _execute(
     check_parameters(source, parameters)
     run_dir.mkdir(parents=True, exist_ok=True)
     if live:
-        # Until this ends there is none: the one that is there tells of the time before the run was gone on with.
+        # Until this ends there is none: what is there tells of the time before the run was gone on with.
         (run_dir / "summary.json").unlink(missing_ok=True)
+        _drop_kept_vocabulary(run_dir)
         store_environment(run_dir)
     target = run_dir / name
     html = target.with_suffix(".html")
@@ -251,7 +252,8 @@ def _show_records(execution: Execution, outcome: Outcome, source: Path, run_dir:
     run, its `outcome`, stays.
     """
     signals, until = execution.signals, time.monotonic() + _RECORDS_S[outcome.status]
-    tell("workbench: its notebook now shows what was recorded (Ctrl-C leaves that out)", sys.stderr)
+    key = "another Ctrl-C" if signals else "Ctrl-C"
+    tell(f"workbench: what was recorded is being put into its notebook ({key} leaves that out)", sys.stderr)
     with tempfile.TemporaryDirectory(prefix=".report-", dir=run_dir) as folder:
         over = Path(folder) / target.name
         again = Execution()
@@ -308,6 +310,12 @@ def _keep_vocabulary(run_dir: Path) -> None:
                 handle.write(small.dump())
     except RunStoreError:
         return  # nothing was published or stored; ids are shown then
+
+
+def _drop_kept_vocabulary(run_dir: Path) -> None:
+    """Where a tokenizer was published, let it be read from there: what was kept has no ids but those that occurred."""
+    if any(run_dir.glob("weights/*/tokenizer.json")):
+        (run_dir / "vocabulary.json").unlink(missing_ok=True)
 
 
 def _write_summary(run_dir: Path, notebook: Path, outcome: Outcome, seconds: float) -> Summary | None:

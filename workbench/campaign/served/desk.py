@@ -10,13 +10,13 @@ Not here: how a request arrives (desk_socket), the words of the verdict (receipt
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from workbench.campaign.environments.fit import LARGEST
 from workbench.errors import RunStoreError, SetupError, first_fault
 from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome, RowSummary
 from workbench.gateway.client import ControlClient
@@ -182,8 +182,9 @@ def checked_group(asked: ReceiptAsked) -> str:
     for option, given in (("--terminal", asked.terminals), ("--reward", asked.rewards)):
         if given and len(given) != many:
             raise SetupError(f"{option}: expected none, or one for each of {many} rollouts in order; got {len(given)}.")
-    if not all(math.isfinite(reward) for reward in asked.rewards):
-        raise SetupError("--reward: expected finite numbers.")
+    for reward in asked.rewards:
+        if not abs(reward) <= LARGEST:  # NaN neither
+            raise SetupError(f"--reward {reward:g}: expected a number between -{LARGEST:g} and {LARGEST:g}.")
     # Part of a file name as rollout ids are, so of the same characters.
     return check_rollout_id(asked.group if asked.group is not None else asked.rollouts[0])
 

@@ -90,9 +90,10 @@ def _tell_calls_without_receipt(run: Run, report: VerifyReport) -> None:
     calls = run.calls
     if run.damage:
         return  # which calls belong to what is not known then, and what is at fault is a difference of its own
-    closed = [path.stem for path in (run.path / "receipts").glob("*.jsonl")]
     rest = calls.join(finished_rollouts(run), on="rollout_id", how="anti")
-    # Of a group whose rows are missing, which is a difference, the receipts may be there.
+    # Of a group whose rows are missing, which is a difference, the receipts may be there; of one that was sampled again
+    # after a stop they are not those of the attempt before.
+    closed = {path.stem for path in (run.path / "receipts").glob("*.jsonl")} - set(run.rollouts["group_id"])
     rest = rest.filter(~rest["group_id"].is_in(closed).fill_null(value=False))
     if rest.height:
         rollouts = count(rest["rollout_id"].n_unique(), "rollout")
