@@ -14,7 +14,7 @@ from speech import commit, model, user
 from workbench.errors import FingerprintError, LedgerConflict, LedgerCorrupt, RolloutFrozen, WireError
 from workbench.ledger import LedgerStore
 from workbench.ledger.journal import Journal
-from workbench.wire import Cause
+from workbench.wire import Cause, RolloutCommit
 
 R = "run.0.0.0"
 
@@ -236,6 +236,20 @@ def test_what_could_not_be_read_back_is_not_written(tmp_path: Path) -> None:
     assert ledger_of(store).read_bytes() == b""
     store.record_failure(R, "c0", Cause.WORKER_CAPTURE_FAILED)
     assert [failure.model_call_id for failure in LedgerStore(tmp_path).manifest(R).failures] == ["c0"]
+
+
+def test_a_row_that_no_reader_would_take_is_refused_before_it_is_written(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    record = commit(store, R, "c0", [user("q")], [model("A")])
+    written = ledger_of(store).read_bytes()
+    other = record.model_copy(update={"model_call_id": "c1", "staging_key": f"{R}/c1"})
+    with pytest.raises(WireError, match="staging_chain"):
+        store.record(RolloutCommit(rollout_id=R, record=other), [user("q")], [model("B")])
+    for call_id, reason in (("", "worker_capture_failed"), ("c1", "")):
+        with pytest.raises(WireError, match="failure row"):
+            store.record_failure(R, call_id, reason)
+    assert ledger_of(store).read_bytes() == written
+    assert store.manifest(R) == LedgerStore(tmp_path).manifest(R)
 
 
 def test_fingerprints_of_another_version_match_nothing(tmp_path: Path) -> None:

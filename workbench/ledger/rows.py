@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import orjson
 from pydantic import BaseModel, Field, StrictInt, StrictStr, ValidationError
 
-from workbench.errors import LedgerCorrupt, first_fault
+from workbench.errors import LedgerCorrupt, WireError, first_fault
 from workbench.ledger.hashing import Items, RequestHashes
 from workbench.ledger.resolve import CustodyRow, FailureRow
 from workbench.wire import (
@@ -51,8 +51,11 @@ def custody_row(
 ) -> dict[str, Any]:
     """The ledger row of a committed call; `hashes` are those of `request_items`, where they were made before.
 
-    Raises `FingerprintError` for items without one.
+    Raises `FingerprintError` for items without one, `WireError` for a call without a staging chain: no reader would
+    take such a row, and the rollout's whole file with it.
     """
+    if not staging_chain:
+        raise WireError(f"call {record.model_call_id}: staging_chain must name the call's own key at least, got none")
     hashes = hashes or RequestHashes(request_items, {})
     row = {key: value for key, value in record.model_dump(mode="json").items() if key not in _VERSIONS}
     row["staging_digest"] = row.pop("digest")
@@ -66,6 +69,9 @@ def custody_row(
 
 
 def failure_row(model_call_id: str, reason: Cause | str, detail: str | None = None) -> dict[str, Any]:
+    """The ledger row of a call without tokens in custody. Raises `WireError` for what names no call or no reason."""
+    if not model_call_id or not reason:
+        raise WireError(f"a failure row names a call and a reason, got {model_call_id!r} and {str(reason)!r}")
     row = {"model_call_id": model_call_id, "failure_reason": str(reason)}
     return row | ({"detail": detail} if detail else {})
 
