@@ -164,3 +164,13 @@ def test_a_placeholders_bos_is_the_models_own_wherever_it_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{torn")
     with pytest.raises(SetupError, match=r"config\.json is not JSON.* Next:"):
         bos_of(tmp_path)
+
+
+async def test_calls_of_one_id_in_two_rollouts_keep_their_own_settings(tmp_path):
+    chains = [Chain("run.0.0.0"), Chain("run.0.1.0")]
+    for grown, temperature in zip(chains, (0.5, 1.0), strict=True):
+        grown.call(extras={"sampling": {"temperature": temperature}})
+    outcomes = [outcome(i, chains[i], "c0") for i in range(2)]
+    await write(tmp_path, outcomes, chains)
+    stored = read_group(tmp_path, "g0")
+    assert [row.sampling for row in stored.rows] == [[{"temperature": 0.5}], [{"temperature": 1.0}]]

@@ -75,7 +75,7 @@ def read_group(run_dir: Path, group_id: str) -> StoredGroup | None:
         lines = receipts_part.read_bytes().splitlines()
         outcomes = [RolloutOutcome.model_validate(orjson.loads(line)) for line in lines]
         columns = {name: _column(table, name) for name in table.column_names}
-        extras = _extras(pq.read_table(calls_part, columns=["model_call_id", "extras"]))
+        extras = _extras(pq.read_table(calls_part, columns=["rollout_id", "model_call_id", "extras"]))
         rows = [_row({name: values[i] for name, values in columns.items()}, extras) for i in range(table.num_rows)]
         plans = {row.rollout_id: RoutePlan.of(row.route_plan) for row, _ in rows if row.route_plan is not None}
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException) as error:
@@ -140,17 +140,21 @@ def _column(table: Any, name: str) -> list[Any]:
     return [np.asarray(value.values, dtype=_ARRAYS[name]) for value in table[name]]
 
 
-def _extras(table: Any) -> dict[str, dict[str, Any]]:
-    """The digested extras of every call that has some."""
-    pairs = zip(table["model_call_id"].to_pylist(), table["extras"].to_pylist(), strict=True)
-    return {call_id: orjson.loads(text) for call_id, text in pairs if text is not None}
+_Extras = dict[tuple[str, str], dict[str, Any]]
+"""The digested extras of every call that has some, by rollout and call id."""
 
 
-def _row(values: dict[str, Any], extras: dict[str, dict[str, Any]]) -> tuple[GroupRow, RowSummary]:
+def _extras(table: Any) -> _Extras:
+    names = ("rollout_id", "model_call_id", "extras")
+    rows = zip(*(table[name].to_pylist() for name in names), strict=True)
+    return {(rollout_id, call_id): orjson.loads(text) for rollout_id, call_id, text in rows if text is not None}
+
+
+def _row(values: dict[str, Any], extras: _Extras) -> tuple[GroupRow, RowSummary]:
     values |= {name: orjson.loads(values[name]) for name in _JSON}
     plan = values.get("route_plan")
     values |= {"route_plan": None if plan is None else orjson.loads(plan), "routes": None}
-    values["sampling"] = [settings_of(extras.get(call_id)) for call_id in values["model_call_ids"]]
+    values["sampling"] = [settings_of(extras.get((values["rollout_id"], i))) for i in values["model_call_ids"]]
     values = {column.name: None for column in columns("rows") if column.optional} | values
     row = GroupRow(**{field.name: values[field.name] for field in fields(GroupRow)})
     return row, RowSummary(**{name: values[name] for name in RowSummary.model_fields})
