@@ -18,6 +18,7 @@ import aiohttp
 import httpx
 import orjson
 import pytest
+from starlette.datastructures import Headers
 
 from conftest import CONTROL, gateway_over, listening, until
 from workbench.errors import (
@@ -33,6 +34,7 @@ from workbench.errors import (
 from workbench.gateway import metrics
 from workbench.gateway.answers import answer_files
 from workbench.gateway.app import SAMPLES_NOTHING
+from workbench.gateway.asked import Asked
 from workbench.gateway.client import ControlClient
 from workbench.gateway.control import _from_this_machine
 from workbench.gateway.custody import Custodian
@@ -189,7 +191,12 @@ def test_a_process_of_somebody_else_is_not_taken_for_dead(tmp_path: Path, monkey
 
 @pytest.mark.parametrize(
     ("status", "body", "says"),
-    [(502, b"<html>proxy</html>", r"answered 502 \(<html>proxy"), (500, b'{"error": "odd"}', r"answered 500 \(")],
+    [
+        (502, b"<html>proxy</html>", r"answered 502 \(<html>proxy"),
+        (500, b'{"error": "odd"}', r"answered 500 \("),
+        (200, b"<html>sign in</html>", r"answered 200 \(<html>sign in"),
+        (200, b"[]", r"answered 200 \(\[\]"),
+    ],
 )
 async def test_what_answers_in_the_gateways_place_is_quoted(status: int, body: bytes, says: str) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -199,6 +206,20 @@ async def test_what_answers_in_the_gateways_place_is_quoted(status: int, body: b
     async with listening(app) as url, ControlClient(url, CONTROL) as control:
         with pytest.raises(GatewayError, match=says):
             await control.freeze("r.0.0.0")
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+async def test_a_reward_that_no_json_holds_is_not_sent_as_none(reward: float) -> None:
+    async with ControlClient("http://127.0.0.1:1", CONTROL) as control:
+        with pytest.raises(GatewayError, match=f"reward of rollout r.0.0.0 must be a finite number, got {reward}"):
+            await control.seal("r.0.0.0", reward)
+
+
+def test_a_retry_count_of_any_length_is_read() -> None:
+    body = {"messages": [{"role": "user", "content": "q"}]}
+    for count, retry in (("1" * 5000, True), ("0" * 5000, False), ("-1", False), ("", False), ("02", True)):
+        headers = Headers({"x-stainless-retry-count": count})
+        assert Asked.of("r", CHAT, body, headers, None).retry is retry
 
 
 async def test_a_gateway_that_does_not_answer_is_a_deadline() -> None:

@@ -64,7 +64,7 @@ class Asked:
             replaces,
             key,
             sha256(same).hexdigest(),
-            count.isascii() and count.isdigit() and int(count) > 0,
+            count.isascii() and count.isdigit() and count.strip("0") != "",
             after,
             stored_input,
         )

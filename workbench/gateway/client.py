@@ -7,6 +7,7 @@ ledger file that cannot be read is `LedgerCorrupt`, so that the rollout can be p
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,6 +64,8 @@ class ControlClient:
         on_no_witness: str = "mask",
     ) -> RolloutReceipt:
         """Close a rollout and assemble its receipt there, for harnesses without this package's ledger."""
+        if reward is not None and not math.isfinite(reward):  # in JSON it would be null, a reward that nobody gave
+            raise GatewayError(f"The reward of rollout {rollout_id} must be a finite number, got {reward}.")
         answer = await self._call(
             "POST",
             rollout_id,
@@ -91,12 +94,15 @@ class ControlClient:
             raise DeadlineExceeded(f"No answer within {self.timeout_s:g} s: {what}.") from None
         except httpx.TransportError as error:
             raise ComponentDied(f"The gateway is gone ({type(error).__name__}): {what}.") from None
-        if answer.status_code == 200:
-            return orjson.loads(answer.content)
         try:
-            told = orjson.loads(answer.content)["error"]
-            message, code = told["message"], told.get("code")
-        except (orjson.JSONDecodeError, KeyError, TypeError):  # something else answers there
+            told = orjson.loads(answer.content)
+        except orjson.JSONDecodeError:
+            told = None
+        if answer.status_code == 200 and isinstance(told, dict):
+            return told
+        try:
+            message, code = told["error"]["message"], told["error"].get("code")
+        except (KeyError, TypeError):  # something else answers there
             message, code = answer.text[:300], None
         if code == "ledger_corrupt":
             raise LedgerCorrupt(message)
