@@ -19,6 +19,7 @@ from workbench.finalizer.parts import write_group
 from workbench.finalizer.rows import pack_row
 from workbench.finalizer.stored import read_group
 from workbench.runs import schema
+from workbench.runs.staged import staged_call
 from workbench.wire import Cause, ManifestFailure, RolloutReceipt, extras_digest, staged_call_digest
 
 
@@ -174,3 +175,29 @@ async def test_calls_of_one_id_in_two_rollouts_keep_their_own_settings(tmp_path)
     await write(tmp_path, outcomes, chains)
     stored = read_group(tmp_path, "g0")
     assert [row.sampling for row in stored.rows] == [[{"temperature": 0.5}], [{"temperature": 1.0}]]
+
+
+async def test_a_call_staged_for_another_rollout_is_stored_as_it_was_fetched(tmp_path):
+    """A manifest that names a sibling's row: what was wrong then is still wrong when the run is verified."""
+    grown, robbed = chain(0), chain(1)
+    thief = grown.receipt("c1").model_dump() | {"rollout_id": "run.0.2.0"}
+    outcomes = [
+        outcome(0, grown),
+        outcome(1, robbed),
+        RolloutOutcome(rollout_id="run.0.2.0", index=2, receipt=RolloutReceipt.model_validate(thief)),
+    ]
+    calls, rows = await write(tmp_path, outcomes, [grown, robbed])
+    assert rows["cause"].to_list() == [None, None, Cause.WRONG_ROLLOUT]
+    stored = [staged_call(row) for row in calls.iter_rows(named=True) if row["rollout_id"] == "run.0.2.0"]
+    assert stored == grown.staged
+
+
+async def test_rows_and_receipts_of_different_rollouts_are_no_group(tmp_path):
+    for group_id, index in (("g0", 0), ("g1", 1)):
+        grown = Chain(f"run.{index}.0.0")
+        grown.call()
+        only = RolloutOutcome(rollout_id=grown.rollout_id, index=0, receipt=grown.receipt("c0"))
+        await write(tmp_path, [only], [grown], group_id=group_id)
+    (tmp_path / "receipts" / "g1.jsonl").rename(tmp_path / "receipts" / "g0.jsonl")
+    with pytest.raises(RunStoreError, match="not about the same rollouts"):
+        read_group(tmp_path, "g0")
