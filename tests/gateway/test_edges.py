@@ -215,6 +215,21 @@ async def test_a_reward_that_no_json_holds_is_not_sent_as_none(reward: float) ->
             await control.seal("r.0.0.0", reward)
 
 
+def test_the_retry_of_an_attempt_that_failed_gets_no_other_clients_answer(tmp_path: Path) -> None:
+    """Two clients asked the same; the call of one failed, and that of the other is under way."""
+    log = ReplayLog(tmp_path / "r.replay.jsonl")
+    for call in ("a", "b"):
+        assert log.claim(call, "g", None, "body", False, lambda known: True) is None
+    log.ended("a")
+    assert log.claim("c", "g", None, "body", True, lambda known: True) is None
+    log.ended("c")
+    log.delivered("b")
+    assert log.claim("d", "g", None, "body", True, lambda known: True) is None
+    repeated = log.claim("e", "g", None, "body", True, lambda known: True)
+    assert repeated is not None
+    assert repeated.call_id == "d", "no failure is left that it could mean, and one call whose answer nobody has"
+
+
 def test_a_retry_count_of_any_length_is_read() -> None:
     body = {"messages": [{"role": "user", "content": "q"}]}
     for count, retry in (("1" * 5000, True), ("0" * 5000, False), ("-1", False), ("", False), ("02", True)):
