@@ -266,7 +266,10 @@ async def test_spans_of_a_call_that_straddled_a_weight_update_reach_the_row():
     assert row.sampling == [{}, {"temperature": 0.6, "top_p": 1.0, "logprobs_mode": "processed_logprobs"}]
 
 
-@pytest.mark.parametrize("spans", [[[0, 6, 2]], [[0, 3, 2], [4, 7, 3]], [[0, 7, "2"]], [[0, 7]], 7, [[0, 7, -1]]])
+@pytest.mark.parametrize(
+    "spans",
+    [[[0, 6, 2]], [[0, 3, 2], [4, 7, 3]], [[0, 7, "2"]], [[0, 7]], 7, [[0, 7, -1]], [[0.0, 7.0, 2]], [[False, 7, 2]]],
+)
 async def test_spans_that_do_not_tile_the_generation_make_a_placeholder(spans):
     grown = chain(0, turns=1)
     grown.call("c0", extras={"weight_spans": spans})

@@ -201,3 +201,24 @@ async def test_rows_and_receipts_of_different_rollouts_are_no_group(tmp_path):
     (tmp_path / "receipts" / "g1.jsonl").rename(tmp_path / "receipts" / "g0.jsonl")
     with pytest.raises(RunStoreError, match="not about the same rollouts"):
         read_group(tmp_path, "g0")
+
+
+@pytest.mark.parametrize(
+    "extras",
+    [
+        {"sampling": ["temperature"]},
+        {"sampling": 5},
+        {"sampling": {"temperature": {"a": 1}, "top_p": True, "logprobs_mode": 3}},
+        {"finish_reason": 3},
+        {"finish_reason": ["stop"]},
+    ],
+)
+async def test_what_another_writer_put_into_the_extras_costs_no_sibling_anything(tmp_path, extras):
+    chains = [Chain("run.0.0.0"), Chain("run.0.1.0", seed=1)]
+    chains[0].call(extras=extras)
+    chains[1].call(extras={"finish_reason": "stop", "sampling": {"temperature": 0.5}})
+    calls, rows = await write(tmp_path, [outcome(i, chains[i], "c0") for i in range(2)], chains)
+    assert rows["sample_mask"].to_list() == [1, 1]
+    assert calls["finish_reason"].to_list() == [None, "stop"]
+    assert staged_call(calls.row(0, named=True)).extras == extras
+    assert [row.sampling for row in read_group(tmp_path, "g0").rows] == [[{}], [{"temperature": 0.5}]]

@@ -118,6 +118,7 @@ def _delta(rollout_id: str, record: CallRecord, call: StagedCall | Exception) ->
     extras, routes = apart(call.extras)
     mask_T = call.token_mask_delta
     sampled = int(np.count_nonzero(mask_T))
+    finish_reason = (call.extras or {}).get(FINISH_REASON)
     differing = {n: getattr(call, n) for n in _COMPARED if getattr(call, n) != getattr(record, n)}
     if call.rollout_id != rollout_id:
         differing["rollout_id"] = call.rollout_id
@@ -125,7 +126,7 @@ def _delta(rollout_id: str, record: CallRecord, call: StagedCall | Exception) ->
         "staging": "fetched",
         "carry_tokens": int(mask_T.size) - sampled,
         "sampled_tokens": sampled,
-        "finish_reason": (call.extras or {}).get(FINISH_REASON),
+        "finish_reason": finish_reason if isinstance(finish_reason, str) else None,
         "extras": None if call.extras is None else dumps(extras).decode(),
         "routes": routes,
         "snapshot": dumps(differing).decode(),
