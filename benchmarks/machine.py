@@ -47,5 +47,12 @@ def _from_file(path: str, key: str) -> str | None:
 
 
 def _commit() -> str | None:
-    said = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    """The commit, `-dirty` where what is measured is not what is in it; the results of other questions are no part of
+    that."""
+    said = _git("describe", "--always")
+    return said and said + ("-dirty" if _git("status", "--porcelain", "--", ":/", ":(top,exclude)reports") else "")
+
+
+def _git(*arguments: str) -> str | None:
+    said = subprocess.run(["git", *arguments], capture_output=True, text=True, check=False)
     return said.stdout.strip() or None

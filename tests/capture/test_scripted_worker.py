@@ -127,6 +127,17 @@ async def test_what_the_engine_leaves_out_is_a_typed_failure_and_the_agent_is_se
             await server.probe()
 
 
+async def test_a_completion_that_the_engine_calls_an_error_is_none(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """vLLM ends a request so when its cache could not be loaded: whatever was sampled is no answer of the policy."""
+    script = write_script(tmp_path, {"text": "Par", "finish_reason": "error"})
+    async with serving(chatml_folder, script, monkeypatch) as (server, sink):
+        _, _, outcome = await Agent(server, "run.0.0.0").call([USER])
+    assert outcome["failure"]["cause"] == Cause.REQUEST_FINISHED_WITHOUT_STAGED_COORDINATES
+    assert sink.rows == {}
+
+
 async def test_engine_error_ends_the_call_without_coordinates_of_a_stage(
     chatml_folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:

@@ -266,7 +266,10 @@ async def test_spans_of_a_call_that_straddled_a_weight_update_reach_the_row():
     assert row.sampling == [{}, {"temperature": 0.6, "top_p": 1.0, "logprobs_mode": "processed_logprobs"}]
 
 
-@pytest.mark.parametrize("spans", [[[0, 6, 2]], [[0, 3, 2], [4, 7, 3]], [[0, 7, "2"]], [[0, 7]], 7, [[0, 7, -1]]])
+@pytest.mark.parametrize(
+    "spans",
+    [[[0, 6, 2]], [[0, 3, 2], [4, 7, 3]], [[0, 7, "2"]], [[0, 7]], 7, [[0, 7, -1]], [[0.0, 7.0, 2]], [[False, 7, 2]]],
+)
 async def test_spans_that_do_not_tile_the_generation_make_a_placeholder(spans):
     grown = chain(0, turns=1)
     grown.call("c0", extras={"weight_spans": spans})
@@ -300,3 +303,14 @@ async def test_extras_and_log_probs_of_which_no_digest_can_be_made_reject_their_
         group_id="g0", weight_version=3, rollouts=[request.rollouts[1].model_copy(update={"index": 0})]
     )
     assert assemble(alone, staged, BOS).summaries[0].placeholder == "bos"
+
+
+async def test_behind_a_poisoned_receipt_of_a_rollout_that_failed_stands_the_receipts_own_reason():
+    grown = chain(0)
+    poisoned = {"capture_poisoned": True, "failure_reason": "worker_capture_failed"}
+    failed = ManifestFailure(model_call_id="f0", reason="worker_capture_failed", detail="nonfinite_logprob")
+    fields = {"failure": Cause.ROLLOUT_FAILED, "detail": "the agent crashed", "failures": [failed]}
+    made = await run([outcome(0, grown, receipt_fields=poisoned, **fields)], [grown])
+    (summary,) = made.summaries
+    assert (summary.cause, summary.detail) == (Cause.WORKER_CAPTURE_FAILED, "nonfinite_logprob")
+    assert summary.call_id == "f0"

@@ -19,6 +19,7 @@ from workbench.finalizer.parts import write_group
 from workbench.finalizer.rows import pack_row
 from workbench.finalizer.stored import read_group
 from workbench.runs import schema
+from workbench.runs.staged import staged_call
 from workbench.wire import Cause, ManifestFailure, RolloutReceipt, extras_digest, staged_call_digest
 
 
@@ -174,3 +175,50 @@ async def test_calls_of_one_id_in_two_rollouts_keep_their_own_settings(tmp_path)
     await write(tmp_path, outcomes, chains)
     stored = read_group(tmp_path, "g0")
     assert [row.sampling for row in stored.rows] == [[{"temperature": 0.5}], [{"temperature": 1.0}]]
+
+
+async def test_a_call_staged_for_another_rollout_is_stored_as_it_was_fetched(tmp_path):
+    """A manifest that names a sibling's row: what was wrong then is still wrong when the run is verified."""
+    grown, robbed = chain(0), chain(1)
+    thief = grown.receipt("c1").model_dump() | {"rollout_id": "run.0.2.0"}
+    outcomes = [
+        outcome(0, grown),
+        outcome(1, robbed),
+        RolloutOutcome(rollout_id="run.0.2.0", index=2, receipt=RolloutReceipt.model_validate(thief)),
+    ]
+    calls, rows = await write(tmp_path, outcomes, [grown, robbed])
+    assert rows["cause"].to_list() == [None, None, Cause.WRONG_ROLLOUT]
+    stored = [staged_call(row) for row in calls.iter_rows(named=True) if row["rollout_id"] == "run.0.2.0"]
+    assert stored == grown.staged
+
+
+async def test_rows_and_receipts_of_different_rollouts_are_no_group(tmp_path):
+    for group_id, index in (("g0", 0), ("g1", 1)):
+        grown = Chain(f"run.{index}.0.0")
+        grown.call()
+        only = RolloutOutcome(rollout_id=grown.rollout_id, index=0, receipt=grown.receipt("c0"))
+        await write(tmp_path, [only], [grown], group_id=group_id)
+    (tmp_path / "receipts" / "g1.jsonl").rename(tmp_path / "receipts" / "g0.jsonl")
+    with pytest.raises(RunStoreError, match="not about the same rollouts"):
+        read_group(tmp_path, "g0")
+
+
+@pytest.mark.parametrize(
+    "extras",
+    [
+        {"sampling": ["temperature"]},
+        {"sampling": 5},
+        {"sampling": {"temperature": {"a": 1}, "top_p": True, "logprobs_mode": 3}},
+        {"finish_reason": 3},
+        {"finish_reason": ["stop"]},
+    ],
+)
+async def test_what_another_writer_put_into_the_extras_costs_no_sibling_anything(tmp_path, extras):
+    chains = [Chain("run.0.0.0"), Chain("run.0.1.0", seed=1)]
+    chains[0].call(extras=extras)
+    chains[1].call(extras={"finish_reason": "stop", "sampling": {"temperature": 0.5}})
+    calls, rows = await write(tmp_path, [outcome(i, chains[i], "c0") for i in range(2)], chains)
+    assert rows["sample_mask"].to_list() == [1, 1]
+    assert calls["finish_reason"].to_list() == [None, "stop"]
+    assert staged_call(calls.row(0, named=True)).extras == extras
+    assert [row.sampling for row in read_group(tmp_path, "g0").rows] == [[{}], [{"temperature": 0.5}]]

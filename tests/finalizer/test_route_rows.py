@@ -95,6 +95,14 @@ async def test_a_tail_covers_the_end_and_what_does_not_fit_is_sentinel():
     assert made.metrics.rates()["route_coverage"] == 0.5
 
 
+async def test_a_fragment_longer_than_its_delta_leaves_the_call_before_alone():
+    first, long = routes(1), routes(2, CARRY + GENERATED + 3)
+    made = await finalized([chain(0, [first, long])])
+    row = made.rows[0]
+    assert [span[5] for span in row.route_plan["spans"]] == ["full", "tail"]
+    assert np.array_equal(row.routes, np.concatenate([first, long[3:]]))
+
+
 @pytest.mark.parametrize(
     ("broken", "cause"),
     [

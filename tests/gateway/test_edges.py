@@ -39,7 +39,7 @@ from workbench.gateway.client import ControlClient
 from workbench.gateway.control import _from_this_machine
 from workbench.gateway.custody import Custodian
 from workbench.gateway.dialects import DIALECTS
-from workbench.gateway.histories import _same
+from workbench.gateway.histories import Histories, _same
 from workbench.gateway.patience import patient
 from workbench.gateway.process import GatewayProcess
 from workbench.gateway.refusals import Refused, refusal_of
@@ -213,6 +213,32 @@ async def test_a_reward_that_no_json_holds_is_not_sent_as_none(reward: float) ->
     async with ControlClient("http://127.0.0.1:1", CONTROL) as control:
         with pytest.raises(GatewayError, match=f"reward of rollout r.0.0.0 must be a finite number, got {reward}"):
             await control.seal("r.0.0.0", reward)
+
+
+def test_the_retry_of_an_attempt_that_failed_gets_no_other_clients_answer(tmp_path: Path) -> None:
+    """Two clients asked the same; the call of one failed, and that of the other is under way."""
+    log = ReplayLog(tmp_path / "r.replay.jsonl")
+    for call in ("a", "b"):
+        assert log.claim(call, "g", None, "body", False, lambda known: True) is None
+    log.ended("a")
+    assert log.claim("c", "g", None, "body", True, lambda known: True) is None
+    log.ended("c")
+    log.delivered("b")
+    assert log.claim("d", "g", None, "body", True, lambda known: True) is None
+    repeated = log.claim("e", "g", None, "body", True, lambda known: True)
+    assert repeated is not None
+    assert repeated.call_id == "d", "no failure is left that it could mean, and one call whose answer nobody has"
+
+
+def test_a_history_that_does_not_begin_with_the_one_before_is_stored_whole(tmp_path: Path) -> None:
+    """What a response is said to continue is not taken for its beginning unheard."""
+    told = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    histories = Histories(tmp_path)
+    histories.keep("r", "resp-1", None, told)
+    for name, first in (("resp-2", "q"), ("resp-3", "another q")):
+        items = [{"role": "user", "content": first}, *told[1:], {"role": "user", "content": "more"}]
+        histories.keep("r", name, None, items, continues="resp-1")
+        assert histories.items("r", name) == items
 
 
 def test_a_retry_count_of_any_length_is_read() -> None:

@@ -253,6 +253,25 @@ async def test_a_broken_stream_poisons_only_after_content_left(
     assert '"error"' in told.text, "the agent must see that the response did not end well"
 
 
+async def test_a_window_that_is_full_in_mid_answer_is_no_end_to_go_on_from(tmp_path: Path) -> None:
+    """`context_length_exceeded` says that nothing was generated; here the agent has seen a part."""
+    full = {"error": {"message": "Input length (600) exceeds model's maximum context length (512)."}}
+    cut = stream_of(chunk("ye"), b"data: " + orjson.dumps(full) + b"\n\n")
+    async with asking(Worker(cut, staged), tmp_path) as (ask, store):
+        told = await ask(stream=True)
+        assert [failure.reason for failure in store.manifest("r").failures] == ["worker_capture_failed"]
+    assert '"worker_error"' in told.text
+    assert "context_length_exceeded" not in told.text
+
+
+async def test_what_follows_the_final_frame_waits_behind_it(tmp_path: Path) -> None:
+    usage = b'data: {"id": "chatcmpl-1", "choices": [], "usage": {"completion_tokens": 3}}\n\n'
+    frames = (chunk("yes"), chunk(None, "stop"), usage, b"data: [DONE]\n\n")
+    async with asking(Worker(stream_of(*frames), staged), tmp_path) as (ask, store):
+        assert (await ask(stream=True)).content == b"".join(frames)
+        assert len(store.manifest("r").records) == 1
+
+
 async def test_a_worker_that_hangs_is_given_up_at_the_deadline(tmp_path: Path) -> None:
     async def forever() -> AsyncIterator[bytes]:
         yield chunk("ye")

@@ -126,6 +126,8 @@ def test_two_different_rows_of_one_call_are_believed_neither(store: LedgerStore)
         manifest = store.manifest(R).model_copy(update={"records": records})
         made = assemble_receipt(manifest, rollout_id=R, reward=1.0, response=SCORED)
         assert (made.capture_poisoned, made.failure_reason) == (cause is not None, cause)
+        guessed = assemble_receipt(manifest, rollout_id=R, reward=1.0)
+        assert guessed.failure_reason == "duplicate_call_id", "without a witness nobody is sure of a doubled row"
 
 
 def truths() -> list[Any]:

@@ -363,3 +363,14 @@ def test_a_call_is_admitted_again_as_it_was_and_not_to_a_parent_without_a_row(tm
     assert store.readmit(R, "c2", None) == store.admit(R, [user("q")], "c2").admission
     with pytest.raises(LedgerConflict, match="c3 was resolved to call gone, which has no custody row"):
         store.readmit(R, "c3", "gone")
+
+
+def test_a_compaction_of_a_response_that_two_calls_gave_is_of_neither(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    first = commit(store, R, "c0", [user("q")], [model("A")])
+    other = first.model_copy(update={"model_call_id": "c1", "staging_key": f"{R}/c1", "cumulative_hash": "1" * 64})
+    row = RolloutCommit(rollout_id=R, record=other, staging_chain=[f"{R}/c1"])
+    assert store.admit(R, [user("short")], "c2", replaces_response_id="resp-c0").compaction_of == "c0"
+    store.record(row, [user("q")], [model("B")])
+    admitted = store.admit(R, [user("short")], "c3", replaces_response_id="resp-c0")
+    assert (admitted.admission, admitted.resolution.status) == (None, "unresolved")

@@ -92,7 +92,7 @@ def _calls_of(group_id: str, outcome: RolloutOutcome, staged: Staged) -> list[di
                 "on_chain": record.model_call_id in chain,
                 "terminal": receipt is not None and record.model_call_id == receipt.terminal_model_call_id,
                 **{name: getattr(record, name) for name in _RECORDED},
-                **_delta(record, call),
+                **_delta(outcome.rollout_id, record, call),
             }
         )
     for place, failure in enumerate(outcome.failures, start=len(records)):
@@ -112,20 +112,21 @@ def _calls_of(group_id: str, outcome: RolloutOutcome, staged: Staged) -> list[di
     return rows
 
 
-def _delta(record: CallRecord, call: StagedCall | Exception) -> dict[str, Any]:
+def _delta(rollout_id: str, record: CallRecord, call: StagedCall | Exception) -> dict[str, Any]:
     if not isinstance(call, StagedCall):
         return {"staging": getattr(call, "cause", Cause.MISSING_STAGING_ROW), "detail": str(call)}
     extras, routes = apart(call.extras)
     mask_T = call.token_mask_delta
     sampled = int(np.count_nonzero(mask_T))
+    finish_reason = (call.extras or {}).get(FINISH_REASON)
     differing = {n: getattr(call, n) for n in _COMPARED if getattr(call, n) != getattr(record, n)}
-    if call.rollout_id != record.staging_key.rpartition("/")[0]:
+    if call.rollout_id != rollout_id:
         differing["rollout_id"] = call.rollout_id
     return {
         "staging": "fetched",
         "carry_tokens": int(mask_T.size) - sampled,
         "sampled_tokens": sampled,
-        "finish_reason": (call.extras or {}).get(FINISH_REASON),
+        "finish_reason": finish_reason if isinstance(finish_reason, str) else None,
         "extras": None if call.extras is None else dumps(extras).decode(),
         "routes": routes,
         "snapshot": dumps(differing).decode(),

@@ -18,7 +18,10 @@ from workbench.finalizer.verify import LinearizedRow
 from workbench.wire import Cause, StagedCall
 from workbench.wire.extras import SAMPLING, WEIGHT_SPANS
 
-_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "logprobs_mode")
+_SETTINGS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("temperature", "top_p", "top_k", "min_p"), (int, float)),
+    "logprobs_mode": (str,),
+}
 
 
 def version_spans(row: LinearizedRow, calls: Iterable[StagedCall]) -> list[tuple[str, int, int, int]]:
@@ -45,16 +48,18 @@ def sampling_of(row: LinearizedRow, calls: Iterable[StagedCall]) -> list[dict[st
 
 
 def settings_of(extras: Mapping[str, Any] | None) -> dict[str, Any]:
-    """How one call was sampled, from its extras."""
-    said = (extras or {}).get(SAMPLING) or {}
-    return {name: said[name] for name in _SETTINGS if name in said}
+    """How one call was sampled, from its extras. What another writer put there under these names is left out."""
+    said = (extras or {}).get(SAMPLING)
+    if not isinstance(said, Mapping):
+        return {}
+    return {name: said[name] for name, types in _SETTINGS.items() if type(said.get(name)) in types}
 
 
 def _check_tiling(call_id: str, spans: Any, generated: int) -> None:
     end = 0
     try:
         for at, to, version in spans:
-            if at != end or to < at or type(version) is not int or version < 0:
+            if not (type(at) is type(to) is type(version) is int) or at != end or to < at or version < 0:
                 raise ValueError
             end = to
         if end != generated:

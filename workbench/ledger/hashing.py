@@ -75,7 +75,7 @@ class RequestHasher:
         """The hashes of one request's items; never raises, the hashes do when they are asked for."""
         try:
             text = memoryview(orjson.dumps(items, option=_STRICT))[:-1]
-            states, json_digest = self._known(text, len(items))
+            states, json_digest = self._known(text)
             reached = max(states)
             if reached < len(items):
                 state = states[reached].copy()
@@ -87,12 +87,12 @@ class RequestHasher:
             return RequestHashes(items, {})
         return RequestHashes(items, states)
 
-    def _known(self, text: memoryview, count: int) -> tuple[dict[int, ConversationHasher], bytes]:
+    def _known(self, text: memoryview) -> tuple[dict[int, ConversationHasher], bytes]:
         """The states of every kept request that this one begins with, and the SHA-256 of its JSON."""
         states = {0: ConversationHasher()}
         running, read = sha256(), 0
         for kept in sorted(self._kept, key=lambda kept: kept.json_len):
-            if kept.json_len > len(text) or kept.items > count:
+            if kept.json_len > len(text):
                 continue
             running.update(text[read : kept.json_len])
             read = kept.json_len

@@ -76,8 +76,8 @@ def assemble_receipt(
 
     `failure_reason` is the harness's own (the agent crashed, the reward could not be computed) and outranks all others.
     The primary cause of a poisoned receipt is, in this order: that; a manifest of another rollout; two different rows
-    of one call, of which nobody knows which is true (`duplicate_call_id`; a row that is there twice is one); the first
-    uncaptured call that matters; the failed choice of a terminal.
+    of one call, of which nobody knows which is true (`duplicate_call_id`; to witnesses a row that is there twice is
+    one, and the guess takes neither); the first uncaptured call that matters; the failed choice of a terminal.
     """
     by_id = {record.model_call_id: record for record in reversed(manifest.records)}
     records = list(by_id.values())[::-1]
