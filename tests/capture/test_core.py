@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from workbench.capture import CaptureCore, CaptureFailure, StagingSink
-from workbench.errors import CaptureError
+from workbench.errors import CaptureError, StagingError
 from workbench.wire import (
     CaptureAdmission,
     Cause,
@@ -289,6 +289,16 @@ def test_a_sink_that_raises_timeout_itself_counts_as_one(complete: Any) -> None:
     assert_failed(complete(core, call, **ROOT))
     failure = call.failure
     assert failure is not None and failure.cause is Cause.SINK_TIMEOUT
+
+
+def test_a_sink_that_gave_up_before_the_capture_did_is_a_timeout_in_its_own_words(complete: Any) -> None:
+    """A sink has a deadline of its own, and says so; its cause is not to become another one on the way."""
+    gave_up = StagingError("call r/c0 was not staged: no answer for 60 s", cause=Cause.SINK_TIMEOUT, key="r/c0")
+    core = CaptureCore(Shelf(raises=gave_up), lambda: 0, sink_timeout_s=120.0, on_failure=lambda failure: None)
+    call = core.begin(root())
+    assert_failed(complete(core, call, **ROOT))
+    failure = call.failure
+    assert failure is not None and failure.cause is Cause.SINK_TIMEOUT and "no answer for 60 s" in failure.detail
 
 
 async def test_a_sink_that_swallows_cancellation_does_not_hold_the_completion_back() -> None:

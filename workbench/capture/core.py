@@ -182,6 +182,8 @@ class CaptureCore:
 
     def _sink_failure(self, staged: StagedCall, error: BaseException) -> CaptureFailed:
         sink = type(self._sink).__name__
+        if isinstance(error, StagingError) and error.cause in (Cause.SINK_TIMEOUT, Cause.SINK_ERROR):
+            return CaptureFailed(Cause(error.cause), f"{sink}: {error}")
         if isinstance(error, TimeoutError):
             waited = f"within {self._sink_timeout_s:g} s" if self._sink_timeout_s is not None else "in time"
             return CaptureFailed(Cause.SINK_TIMEOUT, f"{sink} did not acknowledge {staged.staging_key} {waited}")

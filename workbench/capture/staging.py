@@ -171,8 +171,8 @@ class TransferQueueSource:
             return dict(zip(keys, rows, strict=True))
         # Some keys had no row and were left out without a word. Only the rows themselves say which are which.
         named = [(identity(row), row) for row in rows]
-        count = Counter(name for name, _ in named)
-        return {name: row for name, row in named if name in set(keys) and count[name] == 1}
+        count, wanted = Counter(name for name, _ in named), set(keys)
+        return {name: row for name, row in named if name in wanted and count[name] == 1}
 
     async def _read_halves(self, keys: list[str]) -> dict[str, dict[str, np.ndarray]]:
         """What the two halves of a failed read give; a single key is left to `_read_alone`, which knows why."""
