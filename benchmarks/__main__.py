@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.machine import describe
+from workbench.nearest import did_you_mean
 
 QUESTIONS = {
     "verifier": 120,
@@ -42,14 +43,15 @@ OUT = Path("reports/benchmarks")
 
 def main() -> None:
     """Measure what is asked for, then report."""
-    options = argparse.ArgumentParser(description="Measure, and write JSON, a table and a notebook.")
+    options = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Measure, and write JSON, a table and a notebook."
+    )
     options.add_argument("questions", nargs="*", metavar="question", help=f"of {', '.join(QUESTIONS)}; all by default")
     options.add_argument("--out", type=Path, default=OUT)
     options.add_argument("--here", action="store_true", help="measure in this process and report nothing")
     asked = options.parse_args()
-    unknown = set(asked.questions) - QUESTIONS.keys()
-    if unknown:
-        options.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(QUESTIONS)}")
+    for unknown in [name for name in asked.questions if name not in QUESTIONS]:
+        options.error(f"no question {unknown!r}{did_you_mean(unknown, QUESTIONS)} There are {', '.join(QUESTIONS)}")
     asked.out.mkdir(parents=True, exist_ok=True)
     if asked.here:
         for name in asked.questions:

@@ -59,6 +59,12 @@ def test_notes_stand_below_the_table_once_each_under_the_number_in_their_rows():
     assert lines[7:] == ["", "1. Waits for the disk.", "2. Another reason.", "3. no such machine | at all"]
 
 
+def test_a_question_that_is_misspelt_is_answered_with_the_one_that_was_meant():
+    asked = subprocess.run([sys.executable, "-m", "benchmarks", "verifer"], capture_output=True, text=True, check=False)
+    assert asked.returncode == 2
+    assert "python -m benchmarks: error: no question 'verifer', did you mean verifier? There are" in asked.stderr
+
+
 def test_a_question_that_failed_says_why():
     said = report.table([{"question": "throughput", "failed": "no engine", "results": []}])
     assert "| throughput <sup>1</sup> | not measured |" in said and said.endswith("\n1. no engine\n")

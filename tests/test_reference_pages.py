@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +18,14 @@ def test_the_pages_say_what_the_code_declares(monkeypatch):
     import reference_pages
 
     assert not reference_pages.stale(), "run: python tools/reference_pages.py"
+
+
+def test_asking_for_help_or_for_what_there_is_not_writes_no_page():
+    pages = {page: page.stat().st_mtime_ns for page in (ROOT / "docs" / "reference").iterdir()}
+    for option, code in (("--help", 0), ("--chek", 2)):
+        asked = [sys.executable, "tools/reference_pages.py", option]
+        assert subprocess.run(asked, cwd=ROOT, capture_output=True, check=False).returncode == code
+    assert pages == {page: page.stat().st_mtime_ns for page in pages}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

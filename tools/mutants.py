@@ -132,10 +132,8 @@ def verdict_on(mutant: Mutant) -> tuple[bool, str]:
 
 def main(which: str) -> int:
     if not any(which in mutant.file for mutant in MUTANTS):
-        print(
-            f"mutants: no file has {which!r} in its path; there are {sorted({m.file for m in MUTANTS})}",
-            file=sys.stderr,
-        )
+        files = ", ".join(sorted({mutant.file for mutant in MUTANTS}))
+        print(f"mutants: no file has {which!r} in its path; there are {files}", file=sys.stderr)
         return 2
     survivors = 0
     for mutant in MUTANTS:

@@ -9,6 +9,7 @@ them is written by hand; a page that differs from its declaration fails a test.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import inspect
 import sys
@@ -147,7 +148,9 @@ def _cell(text: str) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--check"]:
+    options = argparse.ArgumentParser(description="Write the reference pages of docs/ from the code.")
+    options.add_argument("--check", action="store_true", help="write nothing; exit 1 with the pages that are stale")
+    if options.parse_args().check:
         sys.exit(", ".join(str(path) for path in stale()) or 0)
     FOLDER.mkdir(parents=True, exist_ok=True)
     for page, text in pages().items():

@@ -34,6 +34,7 @@ __all__ = ["Recipe", "Resolved", "describe", "load_recipe", "resolve_recipe"]
 
 SCHEMA = "schema default"
 COMMAND_LINE = "command line"
+_ENDLESS = "expected values in a few levels, got an alias (*) inside of what it names (&), or hundreds of levels"
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env\s*:\s*[\"']?([A-Za-z0-9_]+)")
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|(^|_)KEY(_|$)|APIKEY", re.IGNORECASE)
 
@@ -174,6 +175,8 @@ def _ancestry(path: Path, seen: tuple[Path, ...]) -> list[_Layer]:
         raise RecipeError(f"{shown}: defaults: the recipes inherit from each other in a circle: {chain}")
     try:
         values = OmegaConf.load(path)
+    except RecursionError as error:
+        raise RecipeError(f"{shown}: {_ENDLESS}") from error
     except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
         raise RecipeError(f"{shown}: cannot be read as YAML: {_one_line(error)}") from error
     if not isinstance(values, DictConfig):
@@ -183,7 +186,8 @@ def _ancestry(path: Path, seen: tuple[Path, ...]) -> list[_Layer]:
     if list(written.values()) == [None] and isinstance(yaml.safe_load(path.read_text()), str):
         raise RecipeError(f"{shown}: expected a mapping of sections, got plain text")
     defaults = written.pop("defaults", None)
-    values = OmegaConf.masked_copy(values, list(written))
+    kept: list[Any] = [key for key in values if key != "defaults"]  # as written: 1 is not "1"
+    values = OmegaConf.masked_copy(values, kept)
     layers: list[_Layer] = []
     for parent in [defaults] if isinstance(defaults, str) else defaults or []:
         if not isinstance(parent, str):
@@ -210,6 +214,8 @@ def _parse_overrides(overrides: Sequence[str]) -> DictConfig:
             raise RecipeError(f"{COMMAND_LINE}: expected key=value, as in train.steps=2; got {override!r}")
         try:
             merged = _mapping(OmegaConf.merge(merged, OmegaConf.from_dotlist([override])))
+        except RecursionError as error:
+            raise RecipeError(f"{COMMAND_LINE}: {key}: {_ENDLESS}") from error
         except (yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
             raise RecipeError(f"{COMMAND_LINE}: {override!r} cannot be read: {_one_line(error)}") from error
     return merged
@@ -333,6 +339,9 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
         message = message if message.startswith(key) else f"{key}: {message}"
     else:
         allowed = allowed_in_words(fault["loc"])
+        if fault["loc"][-1:] == ("[key]",):
+            key = ".".join(str(part) for part in fault["loc"][:-2])
+            allowed = "names that are texts"
         message = f"{key}: expected {allowed}, got {_in_words(fault['input'])}"
         if isinstance(fault["input"], Mapping) and "a text" in allowed:
             message += _colon(key)

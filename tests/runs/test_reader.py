@@ -170,13 +170,18 @@ def test_a_crashed_run_opens_and_says_so(tmp_path):
 
 def test_a_broken_line_is_named_and_costs_nothing_but_itself(tmp_path):
     path = make_run(tmp_path / "broken", steps=2)
+    with (path / "groups.jsonl").open("ab") as groups:
+        groups.write(b'{"group": "g7"}\n')
+    (told,) = runs.open(path).damage
+    assert told.endswith("expected group_id to be a text, got no such key")
+    (path / "groups.jsonl").write_bytes(b"".join((path / "groups.jsonl").read_bytes().splitlines(keepends=True)[:-1]))
     steps, rollouts = runs.open(path).steps, runs.open(path).rollouts
     lines = (path / "steps.jsonl").read_bytes().splitlines()
-    (path / "steps.jsonl").write_bytes(b"\n".join([lines[0], b"{broken", b"[1]", lines[1]]) + b"\n")
+    (path / "steps.jsonl").write_bytes(b"\n".join([lines[0], b"{broken", b"[1]", b'{"step": "2"}', lines[1]]) + b"\n")
     run = runs.open(path)
     assert run.steps.equals(steps) and run.rollouts.equals(rollouts)
-    assert [re.search(r"steps.jsonl, line (\d)", told)[1] for told in run.damage] == ["2", "3"]
-    assert "2 broken lines left out (steps.jsonl, line 2 is not JSON" in repr(run)
+    assert [re.search(r"steps.jsonl, line (\d)", told)[1] for told in run.damage] == ["2", "3", "4"]
+    assert "3 broken lines left out (steps.jsonl, line 2 is not JSON" in repr(run)
     with pytest.raises(RunStoreError, match=r"steps.jsonl, line 2 is not JSON"):
         frames.read_lines(path / "steps.jsonl")
 

@@ -17,7 +17,7 @@ from workbench.runs.shelf import overview, run_directories
 def test_a_run_that_cannot_be_read_is_a_line_and_keeps_no_other_from_being_listed(tmp_path):
     shutil.copytree(demo.recorded_run(), tmp_path / "good")
     shutil.copytree(demo.recorded_run(), tmp_path / "torn")
-    (tmp_path / "torn" / "steps.jsonl").write_bytes(b'{"group_ids": 5}\n')
+    (tmp_path / "torn" / "steps.jsonl").write_bytes(b'{"step": 1, "group_ids": 5}\n')
     table = overview(run_directories(tmp_path))
     good, torn = table.sort("path").iter_rows(named=True)
     assert good["step"] and good["error"] is None

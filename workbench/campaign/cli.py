@@ -21,8 +21,13 @@ from workbench.campaign.commands.given import say
 from workbench.errors import WorkbenchError
 from workbench.full_disk import is_full
 
-NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP)
 RIGHTS = "another place, or the right to read and write this one"
+CURES = {
+    errno.EISDIR: "put the file back that belongs there, or name another place",
+    errno.ENAMETOOLONG: "a shorter name",
+    errno.ELOOP: "another place, or a link that does not lead back to itself",
+}
 _COMMANDS = (
     running.run,
     running.serve_recipe,
@@ -49,6 +54,9 @@ class _Workbench(click.Group):
     """The command group, with the one place where errors become a line and an exit code."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # closed by whoever started it, as by `>&-`
+                setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process lives
         try:
             return super().main(*args, **{**kwargs, "standalone_mode": False})
         except WorkbenchError as error:
@@ -60,7 +68,8 @@ class _Workbench(click.Group):
             # The machine's word about a file of the user's; anything else would be a fault of ours.
             if not (is_full(error) or error.errno in NOT_OURS) or os.environ.get("WORKBENCH_DEBUG") == "1":
                 raise
-            cure = "make room (df -h), then give the same command again" if is_full(error) else RIGHTS
+            full = "make room (df -h), then give the same command again"
+            cure = full if is_full(error) else CURES.get(error.errno or 0, RIGHTS)
             say(f"workbench: {error.filename or 'a file'}: {error.strerror}. Next: {cure}.", 2, err=True)
             sys.exit(1)
         except click.ClickException as error:

@@ -23,6 +23,7 @@ from workbench.inspect.custody import RELATION_WORDS, custody_of, rollout_row, s
 from workbench.inspect.ids import check_counts, check_rollout_id, check_source, short_id
 from workbench.inspect.layout import Place, place_calls
 from workbench.inspect.snapshot import LiveView
+from workbench.nearest import nearest
 from workbench.runs.relations import contenders
 
 if TYPE_CHECKING:
@@ -288,8 +289,10 @@ def _no_calls(source: Any, calls: pl.DataFrame, rollout_id: str) -> str:
     for words in getattr(source, "damage", ()):
         if f"/{rollout_id}." in words:
             return f"No call of rollout {rollout_id} can be read: {words}"
-    known = ", ".join(calls["rollout_id"].unique().sort().head(3).to_list())
-    return f"No calls of rollout {rollout_id!r} here; there are, for instance: {known or 'none'}"
+    known = calls["rollout_id"].unique().sort().to_list()
+    some = f"there are, for instance: {', '.join(known[:3]) or 'none'}"
+    near = nearest(rollout_id, known)
+    return f"No calls of rollout {rollout_id!r} here{f', did you mean {near}?' if near else ''}; {some}"
 
 
 def _verdict(rollout: dict[str, Any] | None) -> list[str]:

@@ -118,6 +118,11 @@ def _is_scalar(value: Any) -> bool:
     return value is not None and isinstance(value, (str, int, float, bool))
 
 
+_NAMED_BY: dict[str, tuple[str, type]] = {"groups.jsonl": ("group_id", str), "steps.jsonl": ("step", int)}
+"""What a line of these files is known by; without it it says nothing of anything."""
+_IN_WORDS = {str: "a text", int: "a whole number"}
+
+
 @dataclass
 class Lines:
     """What a JSONL file holds: its objects, oldest first, one sentence for each line that is none, and whether the last
@@ -144,10 +149,14 @@ def scan_lines(path: Path) -> Lines:
         except orjson.JSONDecodeError as error:
             lines.broken.append(f"{path}, line {number} is not JSON ({error})")
             continue
-        if isinstance(row, dict):
-            lines.rows.append(row)
-        else:
+        key, kind = _NAMED_BY.get(path.name, (None, object))
+        if not isinstance(row, dict):
             lines.broken.append(f"{path}, line {number}: expected an object, got {type(row).__name__}")
+        elif key is not None and type(row.get(key)) is not kind:
+            came = repr(row[key]) if key in row else "no such key"
+            lines.broken.append(f"{path}, line {number}: expected {key} to be {_IN_WORDS[kind]}, got {came}")
+        else:
+            lines.rows.append(row)
     return lines
 
 

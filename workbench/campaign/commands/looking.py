@@ -57,6 +57,7 @@ def inspect(run_dir: Path, rollout: str | None) -> None:
 
     from workbench import runs
     from workbench.campaign.report.listing import rollout_lines
+    from workbench.places import as_word
     from workbench.runs.damage import in_short
     from workbench.runs.refused import refused_words
 
@@ -74,7 +75,7 @@ def inspect(run_dir: Path, rollout: str | None) -> None:
         for line in lines:
             say(line, 4)
         if lines:
-            click.echo(f"Next: workbench inspect {run_dir} {lines[1].split()[0]}")
+            click.echo(f"Next: workbench inspect {as_word(run_dir)} {lines[1].split()[0]}")
         return
     from workbench.inspect import PrefixChain
     from workbench.runs.drift import drift_frame, sentences
