@@ -10,7 +10,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from benchmarks import capture_core, frames, inputs, report, throughput, verifier
+from benchmarks import capture_core, frames, inputs, machine, report, throughput, verifier
 from benchmarks.measure import Figure, in_turn, medians, timed_on, unmeasured
 from workbench import runs
 from workbench.finalizer import verify_and_linearize
@@ -76,6 +76,20 @@ def test_every_side_stands_in_every_place_equally_often():
     for sides in ("ab", "abcd", "abcde"):
         places = Counter(place for n in range(2 * len(sides)) for place in enumerate(in_turn(sides, n)))
         assert set(places.values()) == {2}
+
+
+def test_a_commit_is_dirty_where_the_code_is_and_not_where_other_results_are(tmp_path, monkeypatch):
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-c", "user.name=t", "-c", "user.email=t", *words], cwd=tmp_path, check=True)
+
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "first")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reports").mkdir()
+    (tmp_path / "reports" / "start_up.json").write_text("{}")
+    clean = machine.describe()["commit"]
+    (tmp_path / "code.py").write_text("")
+    assert "-dirty" not in clean and machine.describe()["commit"] == f"{clean}-dirty"
 
 
 def test_growth_is_drawn_through_medians():

@@ -69,6 +69,17 @@ def test_a_place_where_no_model_can_be_written_is_named_with_the_next_step(monke
         models.build("tiny")
 
 
+def test_an_interrupted_build_is_a_line_and_leaves_nothing(monkeypatch, tmp_path, capsys):
+    def interrupted(folder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
+    monkeypatch.setitem(models.BUILDERS, "tiny", interrupted)
+    assert models.main(["build", "tiny"]) == 130
+    assert capsys.readouterr().err.endswith("\ninterrupted; what was begun of it is removed\n")
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [".tiny.lock"]
+
+
 def test_a_download_that_does_not_come_is_given_up_in_a_sentence(monkeypatch, tmp_path):
     monkeypatch.setenv("WORKBENCH_HOME", str(tmp_path))
     monkeypatch.setattr(models, "_FETCH_S", 0.01)

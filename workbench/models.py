@@ -351,6 +351,9 @@ def main(argv: list[str] | None = None) -> int:
     except ModelMissing as missing:
         print(missing, file=sys.stderr)
         return missing.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; what was begun of it is removed", file=sys.stderr)
+        return 130
     return 0
 
 

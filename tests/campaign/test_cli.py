@@ -491,6 +491,14 @@ def test_on_a_terminal_lines_break_between_words_and_hang(monkeypatch, capsys):
     assert [line for line in lines if line.startswith(" " * 13)], "continued lines hang below their text"
 
 
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-"])
+def test_a_closed_output_is_no_fault(tmp_path, closed):
+    shutil.copytree(recorded_run(), tmp_path / "run")
+    command = f"{sys.executable} -m workbench ls {tmp_path} {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("number", "cure"),
     [

@@ -23,6 +23,7 @@ from stored_run import make_run
 
 from workbench import runs
 from workbench.campaign.report import runner
+from workbench.campaign.report.execution import Execution
 from workbench.campaign.report.kernel import OwnKernel
 from workbench.campaign.report.notebook_file import Outcome, check_parameters, parameter_names, set_outcome
 from workbench.campaign.report.runner import report, resume_run, run_notebook
@@ -425,6 +426,22 @@ def test_a_kernel_that_never_was_or_has_ended_is_not_interrupted(monkeypatch):
     ended.wait()
     monkeypatch.setattr(OwnKernel, "pid", ended.pid)
     assert not kernel.interrupt()
+    kernel.end()
+
+
+def test_a_stop_waits_until_the_kernel_hears_it_and_is_passed_on_once(monkeypatch):
+    execution, passed_on = Execution(), []
+    monkeypatch.setattr(kernel := execution._kernel, "interrupt", lambda: passed_on.append(True) or True)
+    execution.stop_signal = signal.SIGINT
+    deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); print(1, flush=True); input()"
+    for code, expected in ((deaf, 0), ("print(1, flush=True); input()", 1)):  # as ipykernel between cells, and in one
+        with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            process.stdout.readline()
+            monkeypatch.setattr(OwnKernel, "pid", process.pid)
+            execution._watch(None)
+            execution._watch(None)
+            assert len(passed_on) == expected
+            process.stdin.write(b"\n")
     kernel.end()
 
 

@@ -54,6 +54,9 @@ class _Workbench(click.Group):
     """The command group, with the one place where errors become a line and an exit code."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # closed by whoever started it, as by `>&-`
+                setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process lives
         try:
             return super().main(*args, **{**kwargs, "standalone_mode": False})
         except WorkbenchError as error:

@@ -42,6 +42,7 @@ class Execution:
         self._kernel = OwnKernel(logs_to)
         self._error: BaseException | None = None
         self._interrupted_at: float | None = None
+        self._passed_on = False
         self._done = threading.Event()
 
     def run(self, source: Path, target: Path, parameters: Mapping[str, Any], progress: ProgressLine | None) -> None:
@@ -127,12 +128,14 @@ class Execution:
             self._done.set()
 
     def _watch(self, progress: ProgressLine | None) -> None:
-        """One look: show progress; pass a stop on to the kernel once, and lose patience after the grace."""
+        """One look: show progress; pass a stop on once, when the kernel hears it, and lose patience after the grace."""
         note, detail = None, ""
         if self.stop_signal is not None:
             now = time.monotonic()
             if self._interrupted_at is None:
                 self._interrupted_at = now
+            if not self._passed_on and self._kernel.hears():
+                self._passed_on = True
                 if not self._kernel.interrupt():
                     self._interrupted_at = now - STOP_GRACE_S
             left_s = STOP_GRACE_S - (now - self._interrupted_at)

@@ -64,6 +64,15 @@ class OwnKernel:
         """The kernel's process id, once it has one."""
         return getattr(self.manager.provisioner, "pid", None)
 
+    def hears(self) -> bool:
+        """Whether SIGINT would come to what it runs: ipykernel ignores it before the first cell and between two."""
+        try:
+            status = Path(f"/proc/{self.pid}/status").read_text()
+        except OSError:
+            return True
+        ignored = next((line.split()[1] for line in status.splitlines() if line.startswith("SigIgn:")), "0")
+        return not int(ignored, 16) >> (signal.SIGINT - 1) & 1
+
     def interrupt(self) -> bool:
         """SIGINT to the kernel alone (its children have to end by its hand, in order). False when there is none."""
         if self.pid is None:
