@@ -37,7 +37,9 @@ async def test_the_first_lines_of_the_readme_capture_and_open_a_rollout():
 
 @pytest.mark.parametrize("document", ["README.md", "docs/recipes.md", "docs/stopping_and_resuming.md"])
 async def test_python_in_the_documents_runs(document):
-    for code in blocks(ROOT / document, "python"):
+    programs = blocks(ROOT / document, "python")
+    assert programs
+    for code in programs:
         await run_like_a_notebook(code.replace("reports/<run>", str(recorded_run())))
 
 

@@ -79,3 +79,15 @@ async def test_a_prefix_that_nobody_holds_and_one_of_another_rollout_are_named()
     with pytest.raises(StagingError, match=r"belongs to rollout r\.0\.0\.0, expected r\.0\.1\.0") as error:
         await PrefixStore(sink, 1 << 20).resolve(child_of(coords, rollout_id="r.0.1.0"))
     assert error.value.cause == Cause.INVALID_STAGING_ROW
+
+
+def test_what_is_remembered_is_bounded_and_the_longest_unused_goes_first() -> None:
+    sink = MemorySink()
+    coords = staged_root(sink)
+    store = PrefixStore(sink, capacity_bytes=2 * 4 * len(IDS))
+    for call_id in ("a", "b", "c"):
+        store.remember(coords.model_copy(update={"model_call_id": call_id}), np.array(IDS))
+    assert store.bytes_held == 2 * 4 * len(IDS)
+    assert list(store._entries) == ["b", "c"]
+    store.remember(coords, np.arange(100))
+    assert store.bytes_held == 0, "what is larger than the whole memory is not kept"

@@ -242,11 +242,12 @@ async def test_reader_who_leaves_gets_the_call_staged_as_aborted(
         assert server.capture.board.live_calls == 0
 
 
-async def test_prefix_comes_from_storage_in_one_read_when_memory_is_empty(
-    chatml_folder: Path, tmp_path: Path, monkeypatch: Any
+@pytest.mark.parametrize(("cache_bytes", "hits", "fetches"), [(10_000, 3, 0), (0, 0, 3)])
+async def test_a_prefix_comes_from_memory_or_from_storage_in_one_read(
+    chatml_folder: Path, tmp_path: Path, monkeypatch: Any, cache_bytes: int, hits: int, fetches: int
 ) -> None:
     script = write_script(tmp_path, {"text": "one"}, {"text": "two"}, {"text": "three"})
-    async with serving(chatml_folder, script, monkeypatch) as (server, sink):
+    async with serving(chatml_folder, script, monkeypatch, cache_bytes=cache_bytes) as (server, sink):
         agent = Agent(server, "run.0.0.0")
         messages: list[dict[str, str]] = [USER]
         call_id = None
@@ -254,14 +255,12 @@ async def test_prefix_comes_from_storage_in_one_read_when_memory_is_empty(
             call_id, response, outcome = await agent.call(messages, call_id)
             assert outcome["failure"] is None
             messages = [*messages, said(text_of(response)), NEXT]
-        assert (server.capture.prefixes.hits, server.capture.prefixes.fetches, sink.reads) == (2, 0, 0)
-        server.capture.prefixes.forget_all()
         child, _, outcome = await agent.call(messages, call_id)
         assert outcome["failure"] is None
-        assert (server.capture.prefixes.fetches, sink.reads) == (1, 1)
+        assert (server.capture.prefixes.hits, server.capture.prefixes.fetches, sink.reads) == (hits, fetches, fetches)
         rows = await rows_of(sink, agent, child)
         assert joined(rows[:-1], "token_ids_delta") == joined(rows, "token_ids_delta")[: rows[-1].prev_len]
-        assert (await agent.http.get("/workbench/status")).json()["prefix_fetches"] == 1
+        assert (await agent.http.get("/workbench/status")).json()["prefix_fetches"] == fetches
 
 
 async def test_memory_for_prefixes_is_bounded(chatml_folder: Path, tmp_path: Path, monkeypatch: Any) -> None:

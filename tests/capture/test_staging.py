@@ -121,6 +121,16 @@ def test_metadata_that_says_nothing_names_no_row_and_promises_no_routes(meta):
     assert staged_row.identity(columns) is None and not staged_row.has_routes(columns)
 
 
+def test_an_envelope_in_another_spelling_stays_as_it_was_written():
+    """Base64 of one byte leaves bits unused; another writer may have set them, and the digest is of the text."""
+    grown = Chain("run.0.0.0")
+    envelope = "nrlre1:int8:1x1x1:AB=="
+    call = grown.call(extras={ROUTED_EXPERTS: envelope})
+    columns = pack(call)
+    assert "routes" not in columns
+    assert unpack(call.staging_key, columns) == call
+
+
 async def test_the_memory_sink_answers_in_the_order_asked_and_isolates_bad_rows():
     chain = two_turns("r")
     sink = MemorySink()

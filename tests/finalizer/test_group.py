@@ -314,3 +314,21 @@ async def test_behind_a_poisoned_receipt_of_a_rollout_that_failed_stands_the_rec
     (summary,) = made.summaries
     assert (summary.cause, summary.detail) == (Cause.WORKER_CAPTURE_FAILED, "nonfinite_logprob")
     assert summary.call_id == "f0"
+
+
+async def test_a_root_without_a_prompt_lends_its_siblings_none():
+    """A row of no token could not be trained on, not even as a placeholder."""
+    bare, lost = Chain("run.0.0.0"), chain(1)
+    bare.call(carry=0)
+    for receipt in (bare.receipt("c0"), bare.receipt(None, capture_poisoned=True, failure_reason="no_root")):
+        made = await run([outcome(0, bare, receipt=receipt), outcome(1, lost)], [bare])
+        assert made.rows[1].token_ids.tolist() == [BOS]
+        assert made.summaries[1].placeholder == "bos"
+
+
+async def test_empty_extras_are_not_none():
+    grown = chain(0, turns=1)
+    bare = StagedCall.unverified(**{**grown.staged[0].__dict__, "extras": {}})
+    request = FinalizationRequest(group_id="g0", weight_version=0, rollouts=[outcome(0, grown, "c0")])
+    (summary,) = assemble(request, {bare.staging_key: bare}, BOS).summaries
+    assert (summary.cause, summary.call_id) == (Cause.CORRUPT_DIGEST, "c0")

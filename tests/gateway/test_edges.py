@@ -241,6 +241,15 @@ def test_a_history_that_does_not_begin_with_the_one_before_is_stored_whole(tmp_p
         assert histories.items("r", name) == items
 
 
+def test_a_cache_mark_among_what_the_model_wrote_as_arguments_is_kept() -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    call = {"type": "tool_use", "id": "t", "name": "set_header", "input": {**mark, "of": [mark]}, **mark}
+    body = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": [call]}]}
+    (_, turn) = MESSAGES.request_items(body)
+    del call["cache_control"]  # the mark on the block itself never reaches the prompt
+    assert turn["content"] == [call]
+
+
 def test_a_retry_count_of_any_length_is_read() -> None:
     body = {"messages": [{"role": "user", "content": "q"}]}
     for count, retry in (("1" * 5000, True), ("0" * 5000, False), ("-1", False), ("", False), ("02", True)):

@@ -77,3 +77,11 @@ def test_what_has_no_single_sampled_sequence_is_refused(body: dict[str, Any]) ->
     with pytest.raises(Refused) as refused:
         pin(body, RECIPE)
     assert (refused.value.status, refused.value.param) == (400, next(iter(body)))
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+def test_a_call_of_no_tokens_is_refused_here_and_not_taken_for_a_full_window(name: str) -> None:
+    for most in (0, -1):
+        with pytest.raises(Refused, match=f"{name}={most} is not possible") as refused:
+            pin({name: most}, RECIPE)
+        assert (refused.value.status, refused.value.param) == (400, name)

@@ -374,3 +374,14 @@ def test_a_compaction_of_a_response_that_two_calls_gave_is_of_neither(tmp_path: 
     store.record(row, [user("q")], [model("B")])
     admitted = store.admit(R, [user("short")], "c3", replaces_response_id="resp-c0")
     assert (admitted.admission, admitted.resolution.status) == (None, "unresolved")
+
+
+def test_reasoning_between_two_items_of_a_turn_does_not_end_it(tmp_path: Path) -> None:
+    store = LedgerStore(tmp_path)
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    called = {"type": "function_call", "call_id": "t1", "name": "search", "arguments": "{}"}
+    answer = [model("I look it up."), thought, called]
+    commit(store, R, "c0", [user("q")], answer)
+    result = {"type": "function_call_output", "call_id": "t1", "output": "found"}
+    admitted = store.admit(R, [user("q"), *answer, result], "c1").admission
+    assert admitted is not None and admitted.parent_call_id == "c0"

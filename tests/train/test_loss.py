@@ -168,16 +168,3 @@ def test_settings_that_name_no_formula_are_refused():
         grpo_loss(values, values, torch.ones(1), torch.ones(1, 3), LOW, HIGH, reduction="constant")
     with pytest.raises(ValueError, match="the KL estimator is k1, k2 or k3, got 'k4'"):
         kl_estimate(values, values, "k4")
-
-
-def test_the_correction_is_of_the_batchs_first_pass_and_the_ratio_is_against_it():
-    new, old, advantages, mask = batch()
-    prev = old + 0.3 * torch.sin(torch.arange(old.numel())).reshape(old.shape)
-    leaf = new.clone().requires_grad_()
-    loss, metrics = grpo_loss(leaf, old, advantages, mask, LOW, HIGH, 1.2, prev_logprobs=prev)
-    loss.backward()
-    advantage = advantages.unsqueeze(-1).expand_as(new)[mask]
-    ratio, weight = (new - prev)[mask].exp(), (prev - old)[mask].exp().clamp(max=1.2)
-    terms = -torch.minimum(ratio * advantage, ratio.clamp(1 - LOW, 1 + HIGH) * advantage) * weight
-    assert loss.item() == pytest.approx(terms.mean().item(), rel=1e-5)
-    assert metrics["probs_ratio"] == pytest.approx(ratio.mean().item(), rel=1e-5) != 1.0

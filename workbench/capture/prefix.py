@@ -46,11 +46,6 @@ class PrefixStore:
         entry = Remembered(np.array(ids_T, dtype=np.uint32), coords.chain_hash, coords.cumulative_hash)
         self._keep(coords.model_call_id, entry)
 
-    def forget_all(self) -> None:
-        """Empty the memory; the next child of every call reads its prefix from storage."""
-        self._entries.clear()
-        self.bytes_held = 0
-
     async def resolve(self, admission: CaptureAdmission) -> np.ndarray:
         """The parent's cumulative ids, uint32[prev_len].
 

@@ -170,7 +170,7 @@ def _placeholder_prompt(
     request: FinalizationRequest, verdicts: list[LinearizedRow | Rejection], staged: Staged, bos_token_id: int
 ) -> tuple[np.ndarray, str]:
     for verdict in verdicts:
-        if isinstance(verdict, LinearizedRow):
+        if isinstance(verdict, LinearizedRow) and verdict.prompt_len:
             return verdict.token_ids[: verdict.prompt_len], "sibling"
     for outcome in request.rollouts:
         for record in outcome.receipt.manifest if outcome.receipt else ():

@@ -45,16 +45,15 @@ def grpo_loss(
     *,
     kl_estimator: KlEstimator = "k3",
     constant_tokens: int | None = None,
-    prev_logprobs: torch.Tensor | None = None,
     normalizer: float | None = None,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """The loss of one (micro-)batch and its metrics.
 
     logprobs (B, T): log p of each token under the weights being trained. old_logprobs (B, T): the sampler's, captured.
     advantages (B,) or (B, T). mask (B, T): 1 or true on sampled tokens that vote.
-    tis_cap: None measures the ratio against the sampler's log-probs. A number measures it against `prev_logprobs` (the
-        trainer's own at the start of the batch; None: those of this very pass, right for one step a batch) and
-        multiplies by the sampler correction min(exp(prev - sampler), tis_cap), which carries no gradient.
+    tis_cap: None measures the ratio against the sampler's log-probs. A number measures it against those of this very
+        pass, which is right for one step a batch, and multiplies by the sampler correction
+        min(exp(trainer - sampler), tis_cap), which carries no gradient.
     ref_logprobs, kl_coef, kl_estimator: adds kl_coef times an estimate of KL(policy || reference), see `kl`.
     reduction: "token" averages over tokens; "sequence" averages over each row's tokens, then over rows; "constant"
         divides each row's sum by `constant_tokens`, the same for all rows, and averages over rows: Dr. GRPO's, under
@@ -78,7 +77,7 @@ def grpo_loss(
     if tis_cap is None:
         base, correction = sampler, None
     else:
-        base = current.detach() if prev_logprobs is None else torch.where(mask, prev_logprobs, 0.0).detach()
+        base = current.detach()
         correction = (base - sampler).exp().clamp(max=tis_cap)
     ratio = (current - base).exp()
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)

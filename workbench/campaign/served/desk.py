@@ -120,7 +120,7 @@ class ReceiptDesk:
             group = await self._finalize(asking)
             self._writer.group({"step": None, **group.store_record()})
             self.finalised |= dict.fromkeys(asked.rollouts, group_id)
-        verdicts = [_verdict(group_id, asked, row, outcome) for row, outcome in zip(group.rows, outcomes, strict=True)]
+        verdicts = [_verdict(group_id, row, outcome) for row, outcome in zip(group.rows, outcomes, strict=True)]
         for verdict in verdicts:
             self._writer.event("receipt", **verdict.model_dump())
         return {"verdicts": [verdict.model_dump() for verdict in verdicts]}
@@ -193,7 +193,7 @@ def _dispatch_version(outcomes: Sequence[RolloutOutcome]) -> int:
     return max((r.weight_version for o in outcomes if o.receipt is not None for r in o.receipt.manifest), default=0)
 
 
-def _verdict(group_id: str, asked: ReceiptAsked, row: RowSummary, outcome: RolloutOutcome) -> Verdict:
+def _verdict(group_id: str, row: RowSummary, outcome: RolloutOutcome) -> Verdict:
     receipt = outcome.receipt
     assert receipt is not None
     records = {record.model_call_id: record for record in receipt.manifest}
