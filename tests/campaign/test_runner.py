@@ -419,6 +419,26 @@ def test_a_report_or_an_index_that_fails_is_an_error_with_what_its_cell_said(tmp
         write_index(run_dir)
 
 
+def test_a_report_that_is_stopped_leaves_the_one_before_it(tmp_path, monkeypatch):
+    run_dir = make_run(tmp_path / "run", steps=1)
+    for name in ("campaign.ipynb", "campaign.html"):
+        (run_dir / name).write_text("of the campaign")
+
+    def stopped(where, parameters, *, live):
+        for name in ("campaign.ipynb", "campaign.html"):
+            (where / name).write_text("half")
+        told = Outcome("stopped", "SIGINT", "stopped by Ctrl-C (SIGINT)")
+        return runner.NotebookResult(where / "campaign.ipynb", where / "campaign.html", told, 130, None)
+
+    monkeypatch.setattr(runner, "_execute", stopped)
+    with pytest.raises(
+        RunStoreError, match=r"the report was stopped by Ctrl-C \(SIGINT\); the one before it"
+    ) as raised:
+        report(run_dir)
+    assert raised.value.exit_code == 130
+    assert {(run_dir / name).read_text() for name in ("campaign.ipynb", "campaign.html")} == {"of the campaign"}
+
+
 def test_a_kernel_that_never_was_or_has_ended_is_not_interrupted(monkeypatch):
     kernel = OwnKernel()
     assert not kernel.interrupt()

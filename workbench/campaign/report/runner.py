@@ -150,8 +150,18 @@ def report(run_dir: Path) -> Path:
     copied = f"cp -r {as_word(run_dir)} recorded && workbench report recorded"
     refuse_shipped(run_dir, f"make the report of a copy: {copied}")
     _refuse_read_only(run_dir, "its report lies in it", "report")
+    pages = [run_dir / "campaign.ipynb", run_dir / "campaign.html"]
     with alone_in(run_dir):
+        before = {page: page.read_bytes() for page in pages if page.exists()}
         result = _execute(run_dir, {"run_dir": str(run_dir.resolve())}, live=False)
+        if result.outcome.status == "stopped":
+            for page, content in before.items():
+                page.write_bytes(content)
+    if result.outcome.status == "stopped":
+        kept = "; the one before it is still there" if before else ""
+        stopped = RunStoreError(f"{run_dir}: the report was {result.outcome.error}{kept}")
+        stopped.exit_code = result.exit_code
+        raise stopped
     if result.exit_code:
         raise RunStoreError(f"{run_dir}: the report failed, {result.outcome.error_name}: {result.outcome.error}")
     return result.notebook
