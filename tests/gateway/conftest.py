@@ -164,3 +164,16 @@ async def stack_in(
 async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     async with stack_in(tmp_path_factory.mktemp("stack"), SCRIPT, max_body_bytes=64 * 1024) as stack:
         yield stack
+
+
+async def say(agent: openai.AsyncOpenAI, messages: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
+    answer = await agent.chat.completions.create(model="policy", messages=messages, **options)
+    return answer.model_dump(mode="json", exclude_unset=True)
+
+
+def message_of(answer: dict[str, Any]) -> dict[str, Any]:
+    return answer["choices"][0]["message"]
+
+
+def follow(messages: list[dict[str, Any]], answer: dict[str, Any], text: str = "and then?") -> list[dict[str, Any]]:
+    return [*messages, message_of(answer), {"role": "user", "content": text}]

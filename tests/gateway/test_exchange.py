@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import openai
 import pytest
 
-from conftest import WINDOW, Stack, until
+from conftest import WINDOW, Stack, follow, message_of, say, until
 from workbench.finalizer.verify import verify_and_linearize
 from workbench.ledger import assemble_receipt
 from workbench.wire import CallRecord, StagedCall
@@ -16,19 +15,6 @@ from workbench.wire import CallRecord, StagedCall
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ASK = [{"role": "user", "content": "say something"}]
-
-
-async def say(agent: openai.AsyncOpenAI, messages: list[dict[str, Any]], **options: Any) -> dict[str, Any]:
-    answer = await agent.chat.completions.create(model="policy", messages=messages, **options)
-    return answer.model_dump(mode="json", exclude_unset=True)
-
-
-def message_of(answer: dict[str, Any]) -> dict[str, Any]:
-    return answer["choices"][0]["message"]
-
-
-def follow(messages: list[dict[str, Any]], answer: dict[str, Any], text: str = "and then?") -> list[dict[str, Any]]:
-    return [*messages, message_of(answer), {"role": "user", "content": text}]
 
 
 async def staged(stack: Stack, records: list[CallRecord]) -> list[StagedCall]:

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 from ledger.speech import commit
 from tellers import Items, Teller
 
-from conftest import Stack
+from conftest import Stack, follow, say
 from workbench.finalizer.verify import verify_and_linearize
 from workbench.ledger import LedgerStore, assemble_receipt
 from workbench.wire import Cause
@@ -74,15 +73,6 @@ def test_tool_arguments_in_another_spelling(
     say = Teller(name)
     store = recorded(tmp_path, say, say.model(None, [("c1", served)]))
     assert parent_of(store, say, say.model(None, [("c1", came)])) == ("c0" if cause is None else None, cause)
-
-
-async def say(agent: openai.AsyncOpenAI, messages: list[Any], **options: Any) -> dict[str, Any]:
-    answer = await agent.chat.completions.create(model="policy", messages=messages, **options)
-    return answer.model_dump(mode="json", exclude_unset=True)
-
-
-def follow(messages: list[Any], answer: dict[str, Any]) -> list[Any]:
-    return [*messages, answer["choices"][0]["message"], {"role": "user", "content": "and then?"}]
 
 
 async def row_of(stack: Stack, rollout_id: str, response: dict[str, Any]) -> Any:

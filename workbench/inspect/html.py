@@ -124,6 +124,11 @@ def count(number: int, singular: str, plural: str | None = None) -> str:
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
 
 
+def dash(value: float | None, spec: str = "d") -> str:
+    """`value` as `spec` has it, or a dash where there is none."""
+    return "–" if value is None else format(value, spec)
+
+
 def cut(text: str, letters: int) -> str:
     """`text` in one line of at most `letters`; what does not fit ends between two words, with an ellipsis."""
     line = " ".join(text.split())

@@ -11,7 +11,7 @@ import polars as pl
 
 from workbench.errors import RunStoreError
 from workbench.inspect.custody import standing
-from workbench.inspect.html import cut
+from workbench.inspect.html import cut, dash
 from workbench.runs.gradient import NO_GRADIENT
 from workbench.runs.shelf import overview, run_directories
 
@@ -76,9 +76,9 @@ def _cells(row: dict[str, Any], name: str) -> tuple[str, ...]:
         name,
         row["status"],
         "–" if row["step"] is None else f"{row['step']}/{row['steps'] or '?'}",
-        _number(row["reward"], ".3f"),
-        _number(row["token_in_rate_after_roots"], ".4g"),
-        _number(row["rejected"], "d"),
+        dash(row["reward"], ".3f"),
+        dash(row["token_in_rate_after_roots"], ".4g"),
+        dash(row["rejected"], "d"),
         "–" if row["started_at"] is None else _when(row["started_at"]),
     )
 
@@ -121,7 +121,7 @@ def _rollout_cells(source: Any, row: dict[str, Any]) -> tuple[str, ...]:
     state = standing(row | {"unread": "see above" if "train" in unread else None})
     if unread and "cause" not in row:
         state = "cannot be read: see above"
-    return (row["rollout_id"], _number(calls, ",d"), _number(tokens, ",d"), _number(row.get("reward"), ".3f"), state)
+    return (row["rollout_id"], dash(calls, ",d"), dash(tokens, ",d"), dash(row.get("reward"), ".3f"), state)
 
 
 def _line(cells: tuple[str, ...], widths: list[int], right: range) -> str:
@@ -129,7 +129,3 @@ def _line(cells: tuple[str, ...], widths: list[int], right: range) -> str:
         cell.rjust(width) if column in right else cell.ljust(width)
         for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
     ).rstrip()
-
-
-def _number(value: float | None, spec: str) -> str:
-    return "–" if value is None else format(value, spec)

@@ -19,6 +19,7 @@ from workbench.campaign.report.learned import reward_rise
 from workbench.campaign.report.notebook_file import Outcome
 from workbench.inspect.causes import in_words
 from workbench.inspect.custody import guessed_words
+from workbench.inspect.html import dash
 from workbench.inspect.rejected import rejected_words
 from workbench.places import as_word
 from workbench.runs.early import MANY, count_early, early_remark
@@ -112,14 +113,14 @@ class Summary:
             f"  notebook                   {self.notebook}",
             f"  page                       {self.html}",
             f"  optimiser steps            {self.steps}{' taken on no row' * self.nothing_trained}"
-            f"{self._taken_without_a_line()}, weight version {_dash(self.weight_version)}",
+            f"{self._taken_without_a_line()}, weight version {dash(self.weight_version)}",
             f"  groups                     {self.groups}, rows in every group: {rows}",
             f"  rollouts                   {self.valid_rollouts} of {self.rollouts} valid, {self.calls} calls"
             + (f", and {self.unfinished_calls} of unfinished rollouts, in no rate" if self.unfinished_calls else ""),
             *self._left_out(),
             *self._what_was_refused(),
-            f"  token_in_rate              {_dash(self.token_in_rate, '.4g')}",
-            f"  token_in_rate_after_roots  {_dash(self.token_in_rate_after_roots, '.4g')}",
+            f"  token_in_rate              {dash(self.token_in_rate, '.4g')}",
+            f"  token_in_rate_after_roots  {dash(self.token_in_rate_after_roots, '.4g')}",
             *(
                 []
                 if self.echo_wrong_rows is None
@@ -128,8 +129,8 @@ class Summary:
             f"  sampler–trainer proofs     {agreed}",
             f"  mean |Δ log-prob|          {_mean(self.mean_abs_logprob_delta, self.trained_tokens)}",
             f"    at equal weights         {_mean(self.mean_abs_logprob_delta_on_policy, self.on_policy_tokens)}",
-            f"  reward at first step       {_dash(self.reward_first_step, '.3f')}",
-            f"  reward at last step        {_dash(self.reward_last_step, '.3f')}",
+            f"  reward at first step       {dash(self.reward_first_step, '.3f')}",
+            f"  reward at last step        {dash(self.reward_last_step, '.3f')}",
             *([f"  last − first quarter       {_rise(self.reward_rise)}"] if self.reward_rise else []),
             f"  rejected rollouts          {len(self.rejected)}",
         ]
@@ -268,7 +269,7 @@ def summary_of(
 
 
 def _mean(mean_abs: float | None, tokens: int) -> str:
-    return f"{_dash(mean_abs, '.4f')} nat over {tokens:,} tokens" if tokens else "–, no token"
+    return f"{dash(mean_abs, '.4f')} nat over {tokens:,} tokens" if tokens else "–, no token"
 
 
 def _rise(rise: dict[str, Any]) -> str:
@@ -277,10 +278,6 @@ def _rise(rise: dict[str, Any]) -> str:
 
 def _cut(line: str) -> str:
     return line if len(line) <= _LETTERS else line[: _LETTERS - 1].rstrip() + "…"
-
-
-def _dash(value: float | int | None, spec: str = "d") -> str:
-    return "–" if value is None else format(value, spec)
 
 
 def _minutes(seconds: float) -> str:
