@@ -22,7 +22,7 @@ from workbench import dataplane, runs
 from workbench.campaign.served import desk_socket
 from workbench.campaign.served.ask_receipt import verdict_text
 from workbench.campaign.served.call_lines import CallLines, Facts
-from workbench.campaign.served.desk import ReceiptDesk, Verdict, response_id_of
+from workbench.campaign.served.desk import ReceiptAsked, ReceiptDesk, Verdict, checked_group, response_id_of
 from workbench.campaign.served.serve import _Session, last_words
 from workbench.config import load_recipe
 from workbench.errors import DeadlineExceeded, RunStoreError, SetupError, WorkbenchError
@@ -333,6 +333,11 @@ async def test_a_desk_that_guesses_nothing_asks_for_the_last_call_before_anythin
     desk = ReceiptDesk(tmp_path, nobody, nobody, nobody, named_only=True)
     with pytest.raises(SetupError, match=r"last call of one, and rollouts\.require_terminal_witness .*--terminal"):
         await desk.receipt({"rollouts": ["one", "two"]})
+
+
+def test_a_group_that_cannot_be_a_file_is_refused_as_a_group():
+    with pytest.raises(SetupError, match=r"^--group \.\./x: expected 1-200 characters"):
+        checked_group(ReceiptAsked(rollouts=["a"], group="../x"))
 
 
 async def test_what_no_receipt_was_ever_asked_with_and_a_group_that_is_stored_are_refused(tmp_path: Path) -> None:

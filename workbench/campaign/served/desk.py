@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from workbench.campaign.environments.fit import LARGEST
-from workbench.errors import RunStoreError, SetupError, first_fault
+from workbench.errors import RunStoreError, SetupError, WireError, first_fault
 from workbench.finalizer.messages import FinalizationRequest, FinalizedGroup, RolloutOutcome, RowSummary
 from workbench.gateway.client import ControlClient
 from workbench.ledger import assemble_receipt
@@ -186,7 +186,13 @@ def checked_group(asked: ReceiptAsked) -> str:
         if not abs(reward) <= LARGEST:  # NaN neither
             raise SetupError(f"--reward {reward:g}: expected a number between -{LARGEST:g} and {LARGEST:g}.")
     # Part of a file name as rollout ids are, so of the same characters.
-    return check_rollout_id(asked.group if asked.group is not None else asked.rollouts[0])
+    if asked.group is None:
+        return check_rollout_id(asked.rollouts[0])
+    try:
+        return check_rollout_id(asked.group)
+    except WireError as error:
+        allowed = "1-200 characters of A-Z a-z 0-9 . _ - and not only dots"
+        raise SetupError(f"--group {asked.group}: expected {allowed}.") from error
 
 
 def _dispatch_version(outcomes: Sequence[RolloutOutcome]) -> int:
