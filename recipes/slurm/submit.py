@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from workbench.campaign.commands.given import checked_recipe
@@ -30,15 +31,34 @@ JOB = Path(__file__).resolve().with_name("campaign.sbatch")
 STOP_BEFORE_S = 120
 
 
+def _number(least: int) -> Callable[[str], int]:
+    def number(given: str) -> int:
+        if not given.isdecimal() or int(given) < least:
+            raise argparse.ArgumentTypeError(f"expected a whole number ≥ {least}, got {given!r}")
+        return int(given)
+
+    return number
+
+
+def _walltime(given: str) -> str:
+    if not re.fullmatch(r"(\d+-)?\d{1,2}:\d{2}:\d{2}", given):
+        raise argparse.ArgumentTypeError(f"expected HH:MM:SS or D-HH:MM:SS, got {given!r}")
+    return given
+
+
 def main(arguments: Sequence[str]) -> int:
     """Returns the exit code: Slurm's, or 2 for what is refused before it is asked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("recipe", help="a YAML file or the name of a shipped recipe")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings of the recipe")
-    parser.add_argument("--nodes", type=int, help="default: as many as the recipe's GPUs fill")
-    parser.add_argument("--gpus-per-node", type=int, default=0, help="of the machines; 0: none are asked for")
-    parser.add_argument("--cpus-per-node", type=int, help="processors, and Ray's logical CPUs; default: all of a node")
-    parser.add_argument("--walltime", default="01:00:00", help="HH:MM:SS or D-HH:MM:SS; default: %(default)s")
+    parser.add_argument("--nodes", type=_number(1), help="default: as many as the recipe's GPUs fill")
+    parser.add_argument("--gpus-per-node", type=_number(0), default=0, help="of the machines; 0: none are asked for")
+    parser.add_argument(
+        "--cpus-per-node", type=_number(1), help="processors, and Ray's logical CPUs; default: all of a node"
+    )
+    parser.add_argument(
+        "--walltime", type=_walltime, default="01:00:00", help="HH:MM:SS or D-HH:MM:SS; default: %(default)s"
+    )
     parser.add_argument("--qos", help="quality of service; default: none is named")
     parser.add_argument("--partition")
     parser.add_argument("--account")

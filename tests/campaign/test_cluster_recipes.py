@@ -239,6 +239,21 @@ def test_the_slurm_launcher_prints_the_resolved_command_and_names_no_qos_by_itse
     assert "--qos=high" in shlex.split(printed)
 
 
+@pytest.mark.parametrize(
+    ("option", "given", "expected"),
+    [
+        ("--nodes", "0", "argument --nodes: expected a whole number ≥ 1, got '0'"),
+        ("--gpus-per-node", "-8", "argument --gpus-per-node: expected a whole number ≥ 0, got '-8'"),
+        ("--walltime", "an hour", "argument --walltime: expected HH:MM:SS or D-HH:MM:SS, got 'an hour'"),
+    ],
+)
+def test_the_slurm_launcher_refuses_numbers_and_times_that_are_none(option, given, expected):
+    command = [sys.executable, str(SUBMIT), "ray_2node", option, given, "--dry-run"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert expected in done.stderr
+
+
 def test_the_slurm_launcher_refuses_what_the_job_would_end_with(submit, monkeypatch):
     code, printed, said = submit("gpu_1n8g", "--dry-run")
     assert (code, printed) == (2, "") and "--gpus-per-node: gpu_1n8g takes 8 GPUs" in said

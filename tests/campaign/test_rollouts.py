@@ -23,7 +23,7 @@ from workbench.campaign.echo_rollouts import EchoPlayer
 from workbench.campaign.environments import AgentResult, Reward, Task
 from workbench.campaign.rollouts import AgentRunner, RolloutPlan, RolloutPlayer
 from workbench.config import load_recipe
-from workbench.errors import GatewayError
+from workbench.errors import DeadlineExceeded, GatewayError
 from workbench.finalizer.verdicts import Rejection, verdict_of
 from workbench.serving.sampling import SamplingPins
 from workbench.wire import Cause
@@ -156,8 +156,8 @@ async def test_a_recipe_may_refuse_a_rollout_whose_last_call_nobody_named(strict
         assert outcome.receipt is not None and outcome.receipt.terminal_selection == "heuristic"
 
 
-@pytest.mark.parametrize("refuses", [False, True])
-async def test_an_answer_that_no_call_gave_is_put_aside_with_what_it_nearly_is(refuses: bool) -> None:
+@pytest.mark.parametrize("refuses", [None, GatewayError("It answered 413."), DeadlineExceeded("No answer in 30 s.")])
+async def test_an_answer_that_no_call_gave_is_put_aside_with_what_it_nearly_is(refuses: Exception | None) -> None:
     left = {"choices": [{"message": {"role": "assistant", "content": "It rains.\n"}}]}
     chain = Chain(PLAN.rollout_id)
     staged = chain.call()
@@ -168,8 +168,8 @@ async def test_an_answer_that_no_call_gave_is_put_aside_with_what_it_nearly_is(r
 
     class Near(Control):
         async def freeze(self, rollout_id: str, response: Any = None) -> dict[str, Any]:
-            if response is not None and refuses:
-                raise GatewayError("The gateway answered 413.")
+            if response is not None and refuses is not None:
+                raise refuses
             records = [record.model_dump(mode="json") for record in chain.records]
             closed = {"manifest": {"rollout_id": rollout_id, "records": records, "failures": []}}
             return closed | ({} if response is None else {"nearest": "it has a newline. Next: leave it."})

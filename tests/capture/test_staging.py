@@ -15,6 +15,8 @@ from workbench.capture import staged_row
 from workbench.capture.staged_row import pack, tags_of, unpack
 from workbench.capture.staging import MemorySink, TransferQueueSink, TransferQueueSource
 from workbench.errors import DeadlineExceeded, StagingError
+from workbench.serving.settings import WorkerConfig
+from workbench.serving.worker import PolicyWorker
 from workbench.wire import Cause, StagedCall, encode_routes
 from workbench.wire.extras import FINISH_REASON, ROUTED_EXPERTS
 
@@ -334,3 +336,13 @@ async def test_the_data_plane_leaves_torchs_number_of_threads_alone(plane):
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("sink_timeout_s", "bound_s"), [(10.0, 60.0), (90.0, 90.0)])
+def test_a_worker_waits_for_a_staging_as_long_as_its_setting_says(monkeypatch, sink_timeout_s, bound_s):
+    made = []
+    monkeypatch.setattr("workbench.serving.worker.PolicyServer", lambda settings, *plane: made.extend(plane))
+    monkeypatch.setattr("workbench.capture.staging.TransferQueueSink", lambda deadline_s: deadline_s)
+    config = WorkerConfig(model_path="model", engine="scripted", script_path="script", sink_timeout_s=sink_timeout_s)
+    PolicyWorker(config.model_dump())
+    assert made[0] == bound_s

@@ -25,7 +25,7 @@ from workbench import own_code
 from workbench.campaign.environments import AgentResult, Environment, Reward, Task, fit
 from workbench.campaign.standstill import SHARE, StoodStill
 from workbench.deadline import TooLate, await_with_deadline
-from workbench.errors import GatewayError, LedgerCorrupt
+from workbench.errors import DeadlineExceeded, GatewayError, LedgerCorrupt
 from workbench.finalizer.messages import RolloutOutcome
 from workbench.gateway.client import ControlClient
 from workbench.ledger.receipts import OnNoWitness, assemble_receipt
@@ -213,7 +213,7 @@ class RolloutPlayer(AgentRunner):
         """What a response that no call gave nearly is, in words."""
         try:
             return (await self._control.freeze(rollout_id, response=response)).get("nearest")
-        except GatewayError:  # too long, or no object: then the codes have to do
+        except (GatewayError, DeadlineExceeded):  # too long, no object, late: then the codes have to do
             return None
 
 

@@ -339,7 +339,9 @@ class PolicyWorker:
             return
         from workbench.capture.staging import TransferQueueSink, TransferQueueSource
 
-        self._server = PolicyServer(settings, TransferQueueSink(), TransferQueueSource())
+        # The setting bounds a staging; the sink's own bound only has to lie behind it.
+        sink = TransferQueueSink(max(60.0, settings.sink_timeout_s))
+        self._server = PolicyServer(settings, sink, TransferQueueSource())
 
     async def start(self) -> str:
         """Base URL of the worker once it serves. Raises ComponentDied or DeadlineExceeded without a data plane."""
