@@ -14,5 +14,5 @@ if __name__ == "__main__":
     run_dir, notebook = Path(sys.argv[1]), Path(sys.argv[2])
     if len(sys.argv) > 3:
         execution.STOP_GRACE_S = float(sys.argv[3])
-    result = runner._execute(run_dir, {"run_dir": str(run_dir)}, live=True, notebook=notebook)
+    result = runner._execute_live(run_dir, {"run_dir": str(run_dir)}, notebook)
     sys.exit(result.exit_code)

@@ -424,13 +424,14 @@ def test_a_report_that_is_stopped_leaves_the_one_before_it(tmp_path, monkeypatch
     for name in ("campaign.ipynb", "campaign.html"):
         (run_dir / name).write_text("of the campaign")
 
-    def stopped(where, parameters, *, live):
-        for name in ("campaign.ipynb", "campaign.html"):
-            (where / name).write_text("half")
+    def stopped(source, target, parameters):
+        page = target.with_suffix(".html")
+        for path in (target, page):
+            path.write_text("half")
         told = Outcome("stopped", "SIGINT", "stopped by Ctrl-C (SIGINT)")
-        return runner.NotebookResult(where / "campaign.ipynb", where / "campaign.html", told, 130, None)
+        return runner.NotebookResult(target, page, told, 130, None)
 
-    monkeypatch.setattr(runner, "_execute", stopped)
+    monkeypatch.setattr(runner, "execute_over", stopped)
     with pytest.raises(
         RunStoreError, match=r"the report was stopped by Ctrl-C \(SIGINT\); the one before it"
     ) as raised:

@@ -99,7 +99,7 @@ def resume_run(recipe: Recipe, run_dir: Path) -> int:
         with RunWriter(run_dir) as writer:  # first, so that no kill leaves a recipe that the events do not know
             writer.event("recipe", recipe_digest=recipe_digest(values))
         store_recipe(run_dir, values)
-        return conclude(_execute(run_dir, given, live=True))
+        return conclude(_execute_live(run_dir, given))
 
 
 def conclude(result: NotebookResult) -> int:
@@ -153,7 +153,8 @@ def report(run_dir: Path) -> Path:
     pages = [run_dir / "campaign.ipynb", run_dir / "campaign.html"]
     with alone_in(run_dir):
         before = {page: page.read_bytes() for page in pages if page.exists()}
-        result = _execute(run_dir, {"run_dir": str(run_dir.resolve())}, live=False)
+        source = shipped("notebooks") / "10_campaign.ipynb"
+        result = execute_over(source, run_dir / "campaign.ipynb", {"run_dir": str(run_dir.resolve())})
         if result.outcome.status == "stopped":
             for page, content in before.items():
                 page.write_bytes(content)
@@ -193,62 +194,76 @@ def run_notebook(
     run_dir.mkdir(parents=True, exist_ok=True)
     with alone_in(run_dir):
         store_recipe(run_dir, recipe.model_dump(mode="json"))
-        return _execute(run_dir, given, live=True, notebook=notebook)
+        return _execute_live(run_dir, given, notebook)
 
 
 def execute_over(source: Path, target: Path, parameters: dict[str, Any]) -> NotebookResult:
     """Execute a notebook that only reads records, into `target` and its page beside it."""
-    return _execute(target.parent, parameters, live=False, notebook=source, name=target.name)
-
-
-def _execute(
-    run_dir: Path,
-    parameters: dict[str, Any],
-    *,
-    live: bool,
-    notebook: Path | None = None,
-    name: str = "campaign.ipynb",
-) -> NotebookResult:
-    source = notebook or shipped("notebooks") / "10_campaign.ipynb"
+    run_dir = target.parent
     check_parameters(source, parameters)
     run_dir.mkdir(parents=True, exist_ok=True)
-    if live:
-        # Until this ends there is none: what is there tells of the time before the run was gone on with.
-        (run_dir / "summary.json").unlink(missing_ok=True)
-        _drop_kept_vocabulary(run_dir)
-        store_environment(run_dir)
-    target = run_dir / name
-    html = target.with_suffix(".html")
-    began, began_at = time.monotonic(), time.time()
-    execution = Execution(run_dir if live else None)
-    progress = ProgressLine(run_dir, sys.stderr) if live else None
-    if live:
-        tell(f"Run {run_dir} (Ctrl-C stops it; workbench resume goes on)", sys.stderr)
-    summary, shown = None, True
+    began_at = time.time()
+    execution = Execution()
     with execution.signals_taken():
-        execution.run(source, target, parameters, progress)
-        # Still inside: a second Ctrl-C is for the campaign, not for the file that says how it ended.
-        if progress is not None:
-            progress.close()
-        outcome = execution.outcome
-        if not target.exists():
-            shutil.copyfile(source, target)  # it ended before the first cell; the notebook still says so
-        if live and outcome.status != "done":
+        outcome = _run_into(target, execution, source, parameters)
+        of_run = Outcome.of_run(run_dir) if (run_dir / "status.json").exists() else None
+        _write_pages(run_dir, target, set_outcome(target, outcome, of_run=of_run), in_a_word(outcome, of_run))
+        _tell_if_large(target)
+    code = _exit_code(outcome, execution.stop_signal)
+    return NotebookResult(
+        target, target.with_suffix(".html"), outcome, code, None, True, part_logs.kept(run_dir, began_at)
+    )
+
+
+def _execute_live(run_dir: Path, parameters: dict[str, Any], notebook: Path | None = None) -> NotebookResult:
+    """Execute the notebook that is the campaign: its run is closed, summed up and shown however it ends."""
+    source, target = notebook or shipped("notebooks") / "10_campaign.ipynb", run_dir / "campaign.ipynb"
+    check_parameters(source, parameters)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    # Until this ends there is none: what is there tells of the time before the run was gone on with.
+    (run_dir / "summary.json").unlink(missing_ok=True)
+    _drop_kept_vocabulary(run_dir)
+    store_environment(run_dir)
+    began, began_at = time.monotonic(), time.time()
+    execution = Execution(run_dir)
+    progress = ProgressLine(run_dir, sys.stderr)
+    tell(f"Run {run_dir} (Ctrl-C stops it; workbench resume goes on)", sys.stderr)
+    shown = True
+    with execution.signals_taken():
+        # All of it inside: a second Ctrl-C is for the campaign, not for the file that says how it ended.
+        outcome = _run_into(target, execution, source, parameters, progress)
+        done, of_run = outcome.status == "done", None
+        if not done:
             _close_store(run_dir, outcome)
-        recorded = (run_dir / "status.json").exists() and not (live and outcome.status != "done")
-        of_run = Outcome.of_run(run_dir) if recorded else None
+        elif (run_dir / "status.json").exists():
+            of_run = Outcome.of_run(run_dir)
         _write_pages(run_dir, target, set_outcome(target, outcome, of_run=of_run), in_a_word(outcome, of_run))
         seconds = time.monotonic() - began
-        if live:
-            _keep_vocabulary(run_dir)
-            gather(run_dir)
-            summary = _write_summary(run_dir, target, outcome, seconds)
-        if live and outcome.status != "done" and notebook is None and scan_lines(run_dir / "groups.jsonl").rows:
+        _keep_vocabulary(run_dir)
+        gather(run_dir)
+        summary = _write_summary(run_dir, target, outcome, seconds)
+        if not done and notebook is None and scan_lines(run_dir / "groups.jsonl").rows:
             shown = _show_records(execution, outcome, source, run_dir, target)
-        if target.stat().st_size > MAX_BYTES:
-            tell(f"workbench: {target} has {target.stat().st_size:,} bytes, more than {MAX_BYTES:,}", sys.stderr)
+        _tell_if_large(target)
     code = _exit_code(outcome, execution.stop_signal) or int(summary is not None and summary.nothing_trained)
+    html = target.with_suffix(".html")
     return NotebookResult(target, html, outcome, code, summary, shown, part_logs.kept(run_dir, began_at))
+
+
+def _run_into(
+    target: Path, execution: Execution, source: Path, parameters: dict[str, Any], progress: ProgressLine | None = None
+) -> Outcome:
+    execution.run(source, target, parameters, progress)
+    if progress is not None:
+        progress.close()
+    if not target.exists():
+        shutil.copyfile(source, target)  # it ended before the first cell; the notebook still says so
+    return execution.outcome
+
+
+def _tell_if_large(target: Path) -> None:
+    if target.stat().st_size > MAX_BYTES:
+        tell(f"workbench: {target} has {target.stat().st_size:,} bytes, more than {MAX_BYTES:,}", sys.stderr)
 
 
 def _write_pages(run_dir: Path, target: Path, executed: NotebookNode, state: str) -> None:
