@@ -419,25 +419,25 @@ def test_a_report_or_an_index_that_fails_is_an_error_with_what_its_cell_said(tmp
         write_index(run_dir)
 
 
+@pytest.mark.kernel
 def test_a_report_that_is_stopped_leaves_the_one_before_it(tmp_path, monkeypatch):
     run_dir = make_run(tmp_path / "run", steps=1)
-    for name in ("campaign.ipynb", "campaign.html"):
-        (run_dir / name).write_text("of the campaign")
-
-    def stopped(source, target, parameters):
-        page = target.with_suffix(".html")
-        for path in (target, page):
-            path.write_text("half")
-        told = Outcome("stopped", "SIGINT", "stopped by Ctrl-C (SIGINT)")
-        return runner.NotebookResult(target, page, told, 130, None)
-
-    monkeypatch.setattr(runner, "execute_over", stopped)
+    campaign_notebook(tmp_path, monkeypatch, "print('shown')")
+    assert report(run_dir) == run_dir / "campaign.ipynb"
+    before = {page: page.read_bytes() for page in run_dir.glob("campaign.*")}
+    assert nbformat.read(run_dir / "campaign.ipynb", as_version=4).metadata.papermill.output_path == str(
+        run_dir / "campaign.ipynb"
+    )
+    (run_dir / ".report-killed").mkdir()
+    in_a_hurry = f"import os, signal, time\nos.kill({os.getpid()}, signal.SIGINT)\ntime.sleep(60)"
+    campaign_notebook(tmp_path, monkeypatch, "print('half')", in_a_hurry)
     with pytest.raises(
         RunStoreError, match=r"the report was stopped by Ctrl-C \(SIGINT\); the one before it"
     ) as raised:
         report(run_dir)
     assert raised.value.exit_code == 130
-    assert {(run_dir / name).read_text() for name in ("campaign.ipynb", "campaign.html")} == {"of the campaign"}
+    assert len(before) == 2 and {page: page.read_bytes() for page in run_dir.glob("campaign.*")} == before
+    assert not list(run_dir.glob(".report-*"))
 
 
 def test_a_kernel_that_never_was_or_has_ended_is_not_interrupted(monkeypatch):

@@ -92,12 +92,14 @@ def set_outcome(
     of_run: Outcome | None = None,
     rest: NotebookNode | None = None,
     further: str = "",
+    stands_at: Path | None = None,
 ) -> NotebookNode:
     """Write the true status into an executed notebook, cell by cell, with a banner on top unless all is well.
 
     `of_run` is what became of the run whose records it shows, where that is not told by the execution itself. `rest` is
     the same notebook executed over the records of a run that did not come to its end: what it shows takes the place of
     the cells that were not run; without it the banner ends with `further`.
+    `stands_at` is where a draft will stand.
     Returns the notebook as it now is on disk. Raises SetupError when there is no notebook at `path`.
     """
     notebook = read_executed(path)
@@ -115,6 +117,8 @@ def set_outcome(
         "status": outcome.status,
         "exception": None if outcome.status == "done" else outcome.error_name,
     }
+    if stands_at is not None:
+        notebook.metadata["papermill"]["output_path"] = str(stands_at)
     notebook.metadata.pop("widgets", None)
     if rest is not None:
         shown = {cell["id"]: cell for cell in rest.cells if cell.cell_type == "code" and _started(cell)}

@@ -54,6 +54,8 @@ from workbench.runs.writer import RunWriter, atomic_file, recipe_digest, refuse_
 # For what a report shows of the records of a run that did not come to its end; whoever stops one has less time, as a
 # scheduler before a walltime.
 _RECORDS_S = {"failed": 300.0, "stopped": 60.0}
+_DRAFT = ".report-"
+"""What a folder in a run's is called in which a page is being made."""
 
 
 @dataclass(frozen=True)
@@ -150,16 +152,14 @@ def report(run_dir: Path) -> Path:
     copied = f"cp -r {as_word(run_dir)} recorded && workbench report recorded"
     refuse_shipped(run_dir, f"make the report of a copy: {copied}")
     _refuse_read_only(run_dir, "its report lies in it", "report")
-    pages = [run_dir / "campaign.ipynb", run_dir / "campaign.html"]
+    earlier = (run_dir / "campaign.ipynb").exists()
     with alone_in(run_dir):
-        before = {page: page.read_bytes() for page in pages if page.exists()}
+        for draft in run_dir.glob(f"{_DRAFT}*"):  # of one that was killed
+            shutil.rmtree(draft, ignore_errors=True)
         source = shipped("notebooks") / "10_campaign.ipynb"
         result = execute_over(source, run_dir / "campaign.ipynb", {"run_dir": str(run_dir.resolve())})
-        if result.outcome.status == "stopped":
-            for page, content in before.items():
-                page.write_bytes(content)
     if result.outcome.status == "stopped":
-        kept = "; the one before it is still there" if before else ""
+        kept = "; the one before it is still there" if earlier else ""
         stopped = RunStoreError(f"{run_dir}: the report was {result.outcome.error}{kept}")
         stopped.exit_code = result.exit_code
         raise stopped
@@ -198,17 +198,23 @@ def run_notebook(
 
 
 def execute_over(source: Path, target: Path, parameters: dict[str, Any]) -> NotebookResult:
-    """Execute a notebook that only reads records, into `target` and its page beside it."""
+    """Execute a notebook that only reads records, into `target` and its page beside it; what was there before stands
+    until both are whole, and where the execution is stopped."""
     run_dir = target.parent
     check_parameters(source, parameters)
     run_dir.mkdir(parents=True, exist_ok=True)
     began_at = time.time()
     execution = Execution()
-    with execution.signals_taken():
-        outcome = _run_into(target, execution, source, parameters)
+    with execution.signals_taken(), tempfile.TemporaryDirectory(prefix=_DRAFT, dir=run_dir) as folder:
+        draft = Path(folder) / target.name
+        outcome = _run_into(draft, execution, source, parameters)
         of_run = Outcome.of_run(run_dir) if (run_dir / "status.json").exists() else None
-        _write_pages(run_dir, target, set_outcome(target, outcome, of_run=of_run), in_a_word(outcome, of_run))
-        _tell_if_large(target)
+        executed = set_outcome(draft, outcome, of_run=of_run, stands_at=target)
+        export_html(executed, draft.with_suffix(".html"), title=_title(run_dir, in_a_word(outcome, of_run)))
+        if outcome.status != "stopped":
+            for page in (draft.with_suffix(".html"), draft):
+                page.replace(run_dir / page.name)
+            _tell_if_large(target)
     code = _exit_code(outcome, execution.stop_signal)
     return NotebookResult(
         target, target.with_suffix(".html"), outcome, code, None, True, part_logs.kept(run_dir, began_at)
@@ -267,7 +273,11 @@ def _tell_if_large(target: Path) -> None:
 
 
 def _write_pages(run_dir: Path, target: Path, executed: NotebookNode, state: str) -> None:
-    export_html(executed, target.with_suffix(".html"), title=f"{run_dir.name}: {state}")
+    export_html(executed, target.with_suffix(".html"), title=_title(run_dir, state))
+
+
+def _title(run_dir: Path, state: str) -> str:
+    return f"{run_dir.name}: {state}"
 
 
 def _show_records(execution: Execution, outcome: Outcome, source: Path, run_dir: Path, target: Path) -> bool:
@@ -279,7 +289,7 @@ def _show_records(execution: Execution, outcome: Outcome, source: Path, run_dir:
     signals, until = execution.signals, time.monotonic() + _RECORDS_S[outcome.status]
     key = "another Ctrl-C" if signals else "Ctrl-C"
     tell(f"workbench: what was recorded is being put into its notebook ({key} leaves that out)", sys.stderr)
-    with tempfile.TemporaryDirectory(prefix=".report-", dir=run_dir) as folder:
+    with tempfile.TemporaryDirectory(prefix=_DRAFT, dir=run_dir) as folder:
         over = Path(folder) / target.name
         again = Execution()
         ended = again.run_while(
