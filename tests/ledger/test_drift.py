@@ -390,6 +390,21 @@ def test_a_call_in_custody_is_never_said_to_have_no_tokens(tmp_path: Path) -> No
     assert lost is not None and "no tokens in custody" in lost.detail
 
 
+def test_items_that_cannot_be_written_cost_a_diagnosis_and_not_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(path: Path, items: CallItems) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("workbench.ledger.store.write_items", full)
+    store = LedgerStore(tmp_path)
+    commit(store, R, "c0", [user("q")], [model("A")])
+    assert [record.model_call_id for record in store.manifest(R).records] == ["c0"]
+    assert f"the items of call {R}/c0 could not be kept" in caplog.text
+    drift = store.admit(R, [user("q"), model("B"), user("more")], "c1").drift
+    assert drift is not None and drift.cause == Cause.UNKNOWN_HISTORY
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_what_calls_share_with_a_request_is_what_their_whole_histories_share(seed):
     draw = random.Random(seed)

@@ -18,6 +18,7 @@ Not here: tokens, HTTP, which call is the terminal one.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -55,6 +56,8 @@ from workbench.wire import (
 # Rollouts kept in memory; a colder one is read again from its file when it is asked for. A long one (500 calls) holds
 # about 10 MB, most of it staging chains.
 INDEXED_ROLLOUTS = 1024
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -306,23 +309,25 @@ class LedgerStore:
     ) -> None:
         """Keep digests of a served call's items, so that a later request that departs from it can be diagnosed.
 
-        Also for calls without custody: a request that continues one of those is unresolved, and should say so.
+        Also for calls without custody: a request that continues one of those is unresolved, and should say so. Where
+        they cannot be written, a diagnosis is lost, of which the log has the reason, and neither the call nor its row.
         """
         rollout = self._rollout(rollout_id)
         with rollout.lock:
             known = rollout.index.custody.get(parent) if parent else None
-            write_items(
-                rollout.items_path,
-                CallItems.of(
-                    model_call_id,
-                    request_items,
-                    response_items,
-                    parent=parent if known else None,
-                    skip=known.context_len if known else 0,
-                    dialect=dialect,
-                    prompt_options=options_digest(prompt_options),
-                ),
+            items = CallItems.of(
+                model_call_id,
+                request_items,
+                response_items,
+                parent=parent if known else None,
+                skip=known.context_len if known else 0,
+                dialect=dialect,
+                prompt_options=options_digest(prompt_options),
             )
+            try:
+                write_items(rollout.items_path, items)
+            except OSError:
+                logger.exception("the items of call %s/%s could not be kept", rollout_id, model_call_id)
 
     def _append(self, rollout_id: str, row: dict[str, Any], late_kind: str) -> bool:
         """Append unless it is there; True where the row is new and in the ledger."""
