@@ -21,7 +21,7 @@ from workbench.campaign import standstill
 from workbench.campaign.controller import Campaign
 from workbench.campaign.echo_rollouts import EchoPlayer
 from workbench.campaign.environments import AgentResult, Reward, Task
-from workbench.campaign.rollouts import AgentRunner, RolloutPlan, RolloutPlayer
+from workbench.campaign.rollouts import AgentRunner, RolloutPlan, RolloutPlayer, left_by
 from workbench.config import load_recipe
 from workbench.errors import DeadlineExceeded, GatewayError
 from workbench.finalizer.verdicts import Rejection, verdict_of
@@ -118,7 +118,7 @@ async def test_an_agent_that_keeps_the_event_loop_is_told_of_and_costs_its_rollo
 
     player = captured(Reward(1.0, {}), timeout_s=4.0)
     player._environment = Blocking(Reward(1.0, {}))  # type: ignore[assignment]
-    watching = asyncio.create_task(standstill.Standstill(4.0, AgentRunner.run_agent, told.append).run())
+    watching = asyncio.create_task(standstill.Standstill(4.0, left_by, told.append).run())
     plans = [replace(PLAN, index=seed, task=Task("t", seed, {})) for seed in range(3)]
     outcomes = await asyncio.gather(*map(player.play, plans))
     watching.cancel()
@@ -390,6 +390,29 @@ async def test_a_player_that_is_cancelled_is_cancelled_and_its_rollout_no_failur
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await playing
+    await player.close()
+
+
+@pytest.mark.parametrize("then", ["waits", "returns"])
+@pytest.mark.parametrize("make", [captured, echoed])
+async def test_an_agent_that_cancels_its_own_task_costs_its_rollout_alone(
+    make: Callable[..., AgentRunner], then: str
+) -> None:
+    async def run(*_: Any) -> AgentResult:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        if then == "waits":
+            await asyncio.sleep(30.0)
+        return AgentResult(None, [])
+
+    player = make(lambda: Reward(1.0), timeout_s=20.0)
+    player._environment.run = run  # type: ignore[method-assign]
+    async with asyncio.timeout(10.0):
+        result, error = await player.run_agent(PLAN, None)
+    assert result is None and error is not None and error.startswith("the agent raised CancelledError")
+    mine = asyncio.current_task()
+    assert mine is not None and not mine.cancelling()
     await player.close()
 
 

@@ -113,7 +113,7 @@ def test_rollouts_that_ended_early_are_counted_by_reason_wherever_rollouts_are(t
     assert orjson.loads(run.steps["ended_early"][0]) == {"window full": 2}
     summary = summarise(stored.run_dir, notebook=Path("n.ipynb"), outcome=Outcome("done"), seconds=3.0)
     assert summary.ended_early == {"window full": 2}
-    said = "2 of 6 rollouts: window full (2). They train as far as they came. Next, if not meant: a larger model."
+    said = "2 of 6 rollouts: window full (2). Those with a vote train as far as they came. Next, if not meant: a large"
     assert f"  ENDED EARLY                {said}" in summary.text()
     assert summary.text().index("ENDED EARLY") < summary.text().index("notebook ")
     few = dataclasses.replace(summary, rollouts=60).text()
@@ -121,7 +121,7 @@ def test_rollouts_that_ended_early_are_counted_by_reason_wherever_rollouts_are(t
     assert (f"Ended early: {said}" in Engagement(run).html()) and Engagement(run).remarks()[0][1]
     (line,) = list_lines(overview([stored.run_dir]))[2:]
     assert line == "  2 of 6 rollouts ended early"
-    assert "Ended early, with a vote all the same: 2 of 6 rollouts: window full (2)." in PoisonTable(run).html()
+    assert "Ended early, which alone costs no vote: 2 of 6 rollouts: window full (2)." in PoisonTable(run).html()
 
 
 def test_a_run_from_before_ended_early_was_stored_opens_and_is_gone_on_with(tmp_path, monkeypatch):

@@ -52,7 +52,7 @@ def test_what_holds_for_some_calls_is_partly_and_yes_is_said_of_all_alone(run_di
     marks = {each.what: (each.mark, each.found) for each in view.evidence}
     assert marks["calls staged"] == ("partly", "51 of 64")
     assert marks["token_in_rate"] == ("partly", "0.5, after roots 0.7111 (32 of 45)")
-    assert marks["writes seen in TransferQueue"][0] == marks["rollouts with calls on record"][0] == "yes"
+    assert marks["writes seen in TransferQueue"][0] == marks["rollouts with captured calls"][0] == "yes"
     assert "13 calls not staged: unresolved_parent 9, request_finished_without" in view.html()
 
     run = runs.open(run_dir)
@@ -70,7 +70,7 @@ def test_a_setting_is_no_evidence(tmp_path):
     run_dir.mkdir()
     (run_dir / "recipe.yaml").write_text(yaml.safe_dump({"token_capture": {"enabled": True}}))
     (run_dir / "status.json").write_text('{"status": "running"}')
-    rows = "start-up probe, calls staged, writes seen in TransferQueue, token_in_rate, rollouts with calls on record, "
+    rows = "start-up probe, calls staged, writes seen in TransferQueue, token_in_rate, rollouts with captured calls, "
     with RunWriter(run_dir):
         assert verdict(run_dir).startswith(f"Capture is not shown to be on yet: {rows}")
     assert verdict(run_dir).startswith(f"Capture cannot be shown to be on: {rows}"), "nothing comes any more"
@@ -146,7 +146,7 @@ def test_deltas_that_never_came_out_of_transferqueue_are_named(run_dir):
 def test_an_empty_manifest_is_named(run_dir):
     part = sorted((run_dir / "rows").glob("*.parquet"))[-1]
     rewrite(part, cause="empty_manifest", sample_mask=0)
-    assert verdict(run_dir) == "Capture is NOT on: rollouts with calls on record"
+    assert verdict(run_dir) == "Capture is NOT on: rollouts with captured calls"
 
 
 def test_a_first_row_of_other_tokens_is_named(run_dir):
@@ -177,5 +177,5 @@ def test_the_echo_arm_says_that_nothing_is_staged(run_dir):
 def test_rollouts_that_never_made_a_call_show_nothing_about_manifests(run_dir):
     for part in (run_dir / "rows").glob("*.parquet"):
         rewrite(part, calls=0, cause="rollout_failed", sample_mask=0)
-    shown = {each.what: each for each in Engagement(runs.open(run_dir)).evidence}["rollouts with calls on record"]
+    shown = {each.what: each for each in Engagement(runs.open(run_dir)).evidence}["rollouts with captured calls"]
     assert (shown.holds, shown.found) == (None, "0 of 16")

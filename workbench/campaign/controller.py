@@ -25,7 +25,7 @@ from workbench.campaign.environments.components import components_needed
 from workbench.campaign.fleet import Fleet
 from workbench.campaign.left_off import NOTHING_YET, LeftOff, read_left_off, remove_unfinished
 from workbench.campaign.resume import catch_up
-from workbench.campaign.rollouts import AgentRunner, RolloutPlayer
+from workbench.campaign.rollouts import AgentRunner, RolloutPlayer, left_by
 from workbench.campaign.sampling import RolloutPump
 from workbench.campaign.standstill import Standstill
 from workbench.campaign.state import CampaignState
@@ -166,7 +166,7 @@ class Campaign:
 
     async def _run_pumps(self, sampling: RolloutPump, training: TrainPump) -> None:
         watch, every_s = self.state.watch, self.recipe.deadlines.heartbeat_s
-        standstill = Standstill(self.recipe.rollouts.timeout_s, AgentRunner.run_agent, self._stands_still)
+        standstill = Standstill(self.recipe.rollouts.timeout_s, left_by, self._stands_still)
         async with asyncio.TaskGroup() as tasks:
             watches = [
                 tasks.create_task(watch.measure_loop_lag()),

@@ -14,8 +14,9 @@ import asyncio
 import random
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import openai
@@ -132,36 +133,56 @@ class AgentRunner(ABC):
         """What the agent came to: (result, None), or (result or None, a sentence why the rollout has no vote)."""
         if isinstance(plan.task, str):
             return None, plan.task
+        task = plan.task
         # Seeded by place, not by process: a replayed campaign plays the same agents whatever finished first.
         rng = random.Random(f"{self._seed}/{plan.group}/{plan.index}/{plan.attempt}")
         limit = asyncio.timeout(self._timeout_s)
+        mine = asyncio.current_task()
         try:
-            # In this task: an `exit()` in one of its own would end the event loop before anybody could catch it.
             async with limit:
-                result = await self._environment.run(client, self._model, plan.task, rng)
-        except TimeoutError as error:
-            if limit.expired():
-                return None, f"the agent did not finish within rollouts.timeout_s={self._timeout_s:g}"
-            return None, f"the agent raised {own_code.raised(error)}"
-        except StoodStill as error:
-            at = own_code.raised_at(error)
-            return None, f"the agent kept the event loop for {SHARE * self._timeout_s:g} s{at}: {_LET_GO}"
-        except openai.OpenAIError as error:
-            return None, f"the agent's call failed: {own_code.named(error)}"
-        except asyncio.CancelledError as error:
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise  # the campaign ends
-            return None, f"the agent raised {own_code.raised(error)}"
-        except GeneratorExit:
-            raise  # nobody waits for this rollout any more
-        except BaseException as error:
-            # An agent is code that we did not write: whatever it raises makes this rollout data, not a crash.
-            if isinstance(error, KeyboardInterrupt) and own_code.by_ctrl_c(error):
-                raise
-            return None, f"the agent raised {own_code.raised(error)}"
+                # A task of its own, so that a cancellation that the agent gives itself is not the campaign's end.
+                run = partial(self._environment.run, client, self._model, task, rng)
+                left = await asyncio.create_task(left_by(run))
+        except TimeoutError:
+            return None, self._too_late()
+        except asyncio.CancelledError as cancelled:
+            left = cancelled
+        if isinstance(left, BaseException):
+            if isinstance(left, asyncio.CancelledError) and mine is not None and mine.cancelling():
+                raise left  # the campaign ends
+            if isinstance(left, KeyboardInterrupt) and own_code.by_ctrl_c(left):
+                raise left
+            if isinstance(left, asyncio.CancelledError) and limit.expired():
+                return None, self._too_late()
+            return None, self._said_of(left)
+        result = left
         if (fault := fit.result_fault(self._environment, result)) is not None:
             return None, fault
         return result, None if result.error is None else own_code.plain(result.error)
+
+    def _too_late(self) -> str:
+        return f"the agent did not finish within rollouts.timeout_s={self._timeout_s:g}"
+
+    def _said_of(self, error: BaseException) -> str:
+        """What an agent raised, as the reason why its rollout has no vote."""
+        if isinstance(error, StoodStill):
+            at = own_code.raised_at(error)
+            return f"the agent kept the event loop for {SHARE * self._timeout_s:g} s{at}: {_LET_GO}"
+        if isinstance(error, openai.OpenAIError):
+            return f"the agent's call failed: {own_code.named(error)}"
+        return f"the agent raised {own_code.raised(error)}"
+
+
+async def left_by(run: Callable[[], Awaitable[T]]) -> T | BaseException:
+    """What an agent returned, or what it raised: it is code that we did not write, and whatever it raises makes its
+    rollout data, not a crash. An `exit()` that left its task would end the event loop before anybody could catch it.
+    A standstill is looked for in what this calls."""
+    try:
+        return await run()
+    except GeneratorExit:
+        raise  # nobody waits for this rollout any more
+    except BaseException as error:
+        return error
 
 
 class RolloutPlayer(AgentRunner):

@@ -211,7 +211,7 @@ class Engagement(StaticView):
         with_calls = int((rollouts["calls"] > 0).sum())
         found = f"{with_calls:,} of {rollouts.height:,}"
         holds = False if empty else True if with_calls else None
-        return Evidence("rollouts with calls on record", found, holds, with_calls == rollouts.height)
+        return Evidence("rollouts with captured calls", found, holds, with_calls == rollouts.height)
 
     def _first_chain(self) -> Evidence:
         what = "first verified chain"

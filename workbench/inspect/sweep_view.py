@@ -68,7 +68,9 @@ class SweepView(StaticView):
         if rated.height < 2:
             return ""
         best = rated.row(0, named=True)
-        return f" · highest reward at the last step: {self._label(best)} ({best['reward']:.3f})"
+        alike = int((rated["reward"] == best["reward"]).sum())
+        whose = self._label(best) if alike == 1 else f"{alike} of {rated.height} runs alike"
+        return f" · highest reward at the last step: {whose} ({best['reward']:.3f})"
 
     def _label(self, row: dict[str, Any]) -> str:
         return ", ".join(f"{key.rpartition('.')[2]}={row[key]}" for key in self.keys) or str(row["run"])

@@ -163,7 +163,7 @@ class PoisonTable(LiveView):
             parts.append(markup.table(header, [self._cause_row(row) for row in self.causes.to_dicts()]))
             parts += [self._details_of(row) for row in self.causes.to_dicts() if row["details"] > 1]
         if self.early:
-            parts.append(markup.line(f"Ended early, with a vote all the same: {early_words(self.early, self.total)}."))
+            parts.append(markup.line(f"Ended early, which alone costs no vote: {early_words(self.early, self.total)}."))
         if self.refused is not None and self.refused_words:
             parts.append(markup.line(self.refused_words))
             told = ("refused as", "requests", "rollouts", "example", "what it was told first")

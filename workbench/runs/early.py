@@ -30,8 +30,8 @@ def early_words(counts: Mapping[str, int], rollouts: int) -> str:
 
 def early_remark(counts: Mapping[str, int], rollouts: int) -> str:
     """The same, with what it means and what to do."""
-    window = counts.get("window full")
-    cure = (
-        "a larger model.max_model_len, or agents that say less" if window else "look at one: workbench inspect RUN ID"
-    )
-    return f"{early_words(counts, rollouts)}. They train as far as they came. Next, if not meant: {cure}"
+    cure = "look at them: run.rollouts.drop_nulls('ended_early')"
+    if counts.get("window full"):
+        cure = "a larger model.max_model_len, or agents that say less"
+    kept = "Those with a vote train as far as they came"
+    return f"{early_words(counts, rollouts)}. {kept}. Next, if not meant: {cure}"
