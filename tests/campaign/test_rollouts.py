@@ -393,6 +393,17 @@ async def test_a_player_that_is_cancelled_is_cancelled_and_its_rollout_no_failur
     await player.close()
 
 
+async def test_an_agent_that_returns_an_exception_has_returned_it_and_ends_nothing() -> None:
+    async def run(*_: Any) -> Any:
+        return KeyboardInterrupt()
+
+    player = captured(lambda: Reward(1.0), timeout_s=20.0)
+    player._environment.run = run  # type: ignore[method-assign]
+    result, error = await player.run_agent(PLAN, None)
+    assert result is None and error is not None and "returned" in error and "expected" in error
+    await player.close()
+
+
 @pytest.mark.parametrize("then", ["waits", "returns"])
 @pytest.mark.parametrize("make", [captured, echoed])
 async def test_an_agent_that_cancels_its_own_task_costs_its_rollout_alone(

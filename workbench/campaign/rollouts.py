@@ -142,22 +142,22 @@ class AgentRunner(ABC):
             async with limit:
                 # A task of its own, so that a cancellation that the agent gives itself is not the campaign's end.
                 run = partial(self._environment.run, client, self._model, task, rng)
-                left = await asyncio.create_task(left_by(run))
+                result, error = await asyncio.create_task(left_by(run))
         except TimeoutError:
             return None, self._too_late()
         except asyncio.CancelledError as cancelled:
-            left = cancelled
-        if isinstance(left, BaseException):
-            if isinstance(left, asyncio.CancelledError) and mine is not None and mine.cancelling():
-                raise left  # the campaign ends
-            if isinstance(left, KeyboardInterrupt) and own_code.by_ctrl_c(left):
-                raise left
-            if isinstance(left, asyncio.CancelledError) and limit.expired():
+            result, error = None, cancelled
+        if error is not None:
+            if isinstance(error, asyncio.CancelledError) and mine is not None and mine.cancelling():
+                raise error  # the campaign ends
+            if isinstance(error, KeyboardInterrupt) and own_code.by_ctrl_c(error):
+                raise error
+            if isinstance(error, asyncio.CancelledError) and limit.expired():
                 return None, self._too_late()
-            return None, self._said_of(left)
-        result = left
+            return None, self._said_of(error)
         if (fault := fit.result_fault(self._environment, result)) is not None:
             return None, fault
+        assert result is not None  # that would have been a fault
         return result, None if result.error is None else own_code.plain(result.error)
 
     def _too_late(self) -> str:
@@ -173,16 +173,16 @@ class AgentRunner(ABC):
         return f"the agent raised {own_code.raised(error)}"
 
 
-async def left_by(run: Callable[[], Awaitable[T]]) -> T | BaseException:
-    """What an agent returned, or what it raised: it is code that we did not write, and whatever it raises makes its
+async def left_by(run: Callable[[], Awaitable[T]]) -> tuple[T, None] | tuple[None, BaseException]:
+    """What an agent returned, and what it raised: it is code that we did not write, and whatever it raises makes its
     rollout data, not a crash. An `exit()` that left its task would end the event loop before anybody could catch it.
     A standstill is looked for in what this calls."""
     try:
-        return await run()
+        return await run(), None
     except GeneratorExit:
         raise  # nobody waits for this rollout any more
     except BaseException as error:
-        return error
+        return None, error
 
 
 class RolloutPlayer(AgentRunner):
